@@ -1,0 +1,128 @@
+"""Every error this package raises on purpose, and the exit code each gives the command line.
+
+The tree, by what a caller would do about it::
+
+    DsecError                     1   something failed; the message says what
+    ├── UsageError                2   the call itself is wrong (argument, reference syntax, layer file)
+    ├── NotFound                 10   no such ref, blob, layer, mount, file
+    ├── Conflict                 11   somebody else changed or holds the thing: look again, then retry
+    ├── InputError               12   the input (tar, directory, OCI image, disk) is malformed or hostile
+    │   └── ImageError           12   malformed EROFS, LSMT, ZFile or table bytes
+    ├── LimitError               13   well-formed, but over a limit of the format or a setting
+    ├── ToolError                14   an external program is missing, too old, or failed
+    ├── HostError                15   this host cannot do it: no root, kernel too old, feature absent
+    ├── CorruptError             16   stored or fetched bytes do not match their digest
+    ├── StoreError               17   the store did not answer as it must (time-out, I/O error): retrying may help
+    ├── NoSpace                  18   a disk is full
+    └── StepError                19   a build step exited non-zero
+    Interrupted                 130   Ctrl-C or SIGTERM
+
+Format code raises only ``ImageError``. Foreign exceptions are mapped to this tree at the edge where they enter.
+``run`` is the exception to the table: it passes on the command's own exit code and uses 125 for its own failures.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "Conflict",
+    "CorruptError",
+    "DsecError",
+    "HostError",
+    "ImageError",
+    "InputError",
+    "Interrupted",
+    "LimitError",
+    "NoSpace",
+    "NotFound",
+    "StepError",
+    "StoreError",
+    "ToolError",
+    "UsageError",
+]
+
+
+class DsecError(Exception):
+    """Base of all expected failures. ``hint`` is the way out, shown on a line of its own."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(DsecError):
+    """The call is wrong: an argument, a reference, a layer file."""
+
+    exit_code = 2
+
+
+class NotFound(DsecError):
+    """The named thing does not exist."""
+
+    exit_code = 10
+
+
+class Conflict(DsecError):
+    """Somebody else changed or holds the thing."""
+
+    exit_code = 11
+
+
+class InputError(DsecError):
+    """The input is malformed or tries to do harm."""
+
+    exit_code = 12
+
+
+class ImageError(InputError):
+    """Bytes that are not a well-formed image, table or manifest. The only error format code raises."""
+
+
+class LimitError(DsecError):
+    """A limit of the format or of a setting was exceeded; the message carries the number."""
+
+    exit_code = 13
+
+
+class ToolError(DsecError):
+    """An external program is missing, too old, or failed."""
+
+    exit_code = 14
+
+
+class HostError(DsecError):
+    """This host cannot do it: no root, an old kernel, an absent feature."""
+
+    exit_code = 15
+
+
+class CorruptError(DsecError):
+    """Bytes that do not match their digest, size or table."""
+
+    exit_code = 16
+
+
+class StoreError(DsecError):
+    """The store did not answer as it must. Retrying may help."""
+
+    exit_code = 17
+
+
+class NoSpace(DsecError):
+    """A disk is full."""
+
+    exit_code = 18
+
+
+class StepError(DsecError):
+    """A build step failed."""
+
+    exit_code = 19
+
+
+class Interrupted(DsecError):
+    """Ctrl-C or SIGTERM."""
+
+    exit_code = 130
