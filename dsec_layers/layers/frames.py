@@ -1,0 +1,97 @@
+"""zstd framing: metadata blob, segments blob with its seek table, chunk blob. All are files that ``zstd -d`` reads.
+
+A metadata blob is one zstd frame (the EROFS metadata image) and a skippable frame with the segment table. A segments blob is one frame a segment and
+then the seek table of the zstd seekable format (contrib/seekable_format/zstd_seekable_compression_format.md), a skippable frame as well.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import xxhash
+import zstandard
+
+from dsec_layers.digest import Buffer
+from dsec_layers.errors import ImageError
+
+__all__ = ["SeekTable", "compress", "decompress", "join_metadata", "skippable", "split_metadata"]
+
+SKIPPABLE: Final = 0x184D2A50
+SEEK_SKIPPABLE: Final = 0x184D2A5E
+SEEK_MAGIC: Final = 0x8F92EAB1
+MAX_METADATA: Final = 4 << 30
+_HEAD: Final = struct.Struct("<II")
+
+
+def compress(data: Buffer, level: int = 3) -> bytes:
+    """One zstd frame with content size and checksum-free (digests do that job)."""
+    return zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True).compress(data)
+
+
+def decompress(frame: Buffer, size: int) -> bytes:
+    """The content of one zstd frame that must decompress to exactly ``size`` bytes. ImageError for anything else."""
+    try:
+        if zstandard.frame_content_size(frame) != size:
+            raise ImageError(f"zstd frame does not hold the {size} bytes it should")
+        data = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
+    except zstandard.ZstdError as error:
+        raise ImageError(f"bad zstd frame: {error}") from error
+    if len(data) != size:
+        raise ImageError(f"zstd frame holds {len(data)} bytes, not {size}")
+    return data
+
+
+def skippable(data: Buffer, magic: int = SKIPPABLE) -> bytes:
+    """A zstd skippable frame."""
+    return _HEAD.pack(magic, len(data)) + bytes(data)
+
+
+def join_metadata(image: Buffer, table: Buffer, level: int = 9) -> bytes:
+    """The metadata blob of an EROFS metadata image and a segment table."""
+    return compress(image, level) + skippable(table)
+
+
+def split_metadata(blob: Buffer, limit: int = MAX_METADATA) -> tuple[bytes, bytes]:
+    """(EROFS metadata image, segment table) of a metadata blob; the image may have at most ``limit`` bytes. Raises ImageError."""
+    view = memoryview(blob)
+    try:
+        size = zstandard.frame_content_size(view)
+        if not 0 < size <= limit:
+            raise ImageError(f"metadata image of {size} bytes is over the limit of {limit}")
+        stream = zstandard.ZstdDecompressor().decompressobj()
+        image = stream.decompress(view)
+    except zstandard.ZstdError as error:
+        raise ImageError(f"bad zstd frame in metadata: {error}") from error
+    if not stream.eof or len(image) != size:
+        raise ImageError("metadata frame is truncated")
+    rest = stream.unused_data
+    if len(rest) < _HEAD.size:
+        raise ImageError("metadata blob has no segment table")
+    magic, length = _HEAD.unpack_from(rest)
+    if magic != SKIPPABLE or _HEAD.size + length != len(rest):
+        raise ImageError("metadata blob has no proper segment table frame")
+    return image, rest[_HEAD.size :]
+
+
+class SeekTable:
+    """Collects the seek table of a segments blob while its frames are written."""
+
+    def __init__(self) -> None:
+        self._entries = bytearray()
+        self._count = 0
+
+    def add(self, stored: int, size: int, data: Buffer) -> None:
+        """One frame: compressed size, uncompressed size, and the content its XXH64 checksum is taken of (low 32 bits)."""
+        self._entries += struct.pack("<III", stored, size, xxhash.xxh64_intdigest(data) & 0xFFFFFFFF)
+        self._count += 1
+
+    def add_checksum(self, stored: int, size: int, checksum: int) -> None:
+        """As ``add`` with the low 32 bits of the content's XXH64 at hand."""
+        self._entries += struct.pack("<III", stored, size, checksum & 0xFFFFFFFF)
+        self._count += 1
+
+    def frame(self) -> bytes:
+        """The skippable frame that ends the blob: entries, then the footer (count, descriptor with the checksum flag, magic)."""
+        footer = struct.pack("<IBI", self._count, 0x80, SEEK_MAGIC)
+        return skippable(bytes(self._entries) + footer, SEEK_SKIPPABLE)

@@ -1,0 +1,261 @@
+"""Layer and environment as values, and their OCI JSON form.
+
+``to_json`` gives canonical bytes (sorted keys, no white space), so that equal values have equal digests. ``parse_*`` accept any valid spelling, within limits,
+and raise ImageError for everything else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dsec_layers.digest import Buffer, Digest, is_digest
+from dsec_layers.errors import ImageError
+from dsec_layers.layers import descriptor as d
+from dsec_layers.layers.descriptor import Descriptor, Kind
+
+__all__ = [
+    "FOREIGN",
+    "KIND",
+    "Environment",
+    "Layer",
+    "LayerConfig",
+    "canonical_json",
+    "parse_config",
+    "parse_environment",
+    "parse_layer",
+    "parse_object",
+]
+
+MAX_JSON: Final = 16 << 20
+MAX_DESCRIPTORS: Final = 70_000
+KIND: Final = "dev.dsec.kind"
+FOREIGN: Final = "dev.dsec.foreign"
+"""Annotation on a segments descriptor that another layer owns: listed here so that garbage collection and copies see the reference."""
+FORMAT: Final = 1
+
+
+def canonical_json(value: Any) -> bytes:
+    """JSON with one spelling: sorted keys, no white space, UTF-8."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """What a layer says about itself. Nothing in it is needed to read the layer's bytes.
+
+    ``prefix``: a toolkit's own directory. ``env``: environment variables for commands run on it. ``counts``: inodes, bytes, segments, ….
+    ``parent``: manifest digest of the layer it was built on. ``recipe``: how it was made. ``features``: format features a reader must know.
+    """
+
+    kind: Kind
+    name: str = ""
+    layout: str = "segments"
+    prefix: str = ""
+    env: Mapping[str, str] | None = None
+    workdir: str = ""
+    counts: Mapping[str, int] | None = None
+    parent: Digest | None = None
+    recipe: Mapping[str, Any] | None = None
+    builder: str = ""
+    features: tuple[str, ...] = ()
+
+    def to_json(self) -> bytes:
+        """The config blob."""
+        value: dict[str, Any] = {
+            "format": FORMAT,
+            "kind": str(self.kind),
+            "name": self.name,
+            "layout": self.layout,
+            "digests": {"blobs": "sha256", "content": "blake3"},
+            "counts": dict(self.counts or {}),
+            "recipe": dict(self.recipe or {}),
+            "builder": self.builder,
+            "features": list(self.features),
+            "env": dict(self.env or {}),
+        }
+        for key in ("prefix", "workdir", "parent"):
+            if getattr(self, key):
+                value[key] = getattr(self, key)
+        return canonical_json(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer: config, metadata, chunk table and segments blobs (its own first, then foreign ones sorted by digest).
+
+    In the ``compressed`` layout ``metadata`` is the whole EROFS image (media type EROFS) and the rest is empty.
+    """
+
+    kind: Kind
+    config: Descriptor
+    metadata: Descriptor
+    chunks: Descriptor | None = None
+    segments: tuple[Descriptor, ...] = ()
+
+    @property
+    def compressed(self) -> bool:
+        """Whether this layer is one EROFS-compressed image instead of metadata and segments."""
+        return self.metadata.media_type == d.EROFS
+
+    def blobs(self) -> tuple[Descriptor, ...]:
+        """Every blob the layer needs, foreign segments included."""
+        return (self.config, self.metadata, *((self.chunks,) if self.chunks else ()), *self.segments)
+
+    def to_json(self) -> bytes:
+        """The OCI image manifest."""
+        return canonical_json(
+            {
+                "schemaVersion": 2,
+                "mediaType": d.MANIFEST,
+                "artifactType": d.LAYER,
+                "config": _descriptor_json(self.config),
+                "layers": [_descriptor_json(item) for item in self.blobs()[1:]],
+                "annotations": {KIND: str(self.kind)},
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """An environment: layer manifests from bottom to top (base, workspace, toolkits), each with its kind."""
+
+    layers: tuple[tuple[Kind, Descriptor], ...]
+
+    def to_json(self) -> bytes:
+        """The OCI image index."""
+        return canonical_json(
+            {
+                "schemaVersion": 2,
+                "mediaType": d.INDEX,
+                "artifactType": d.ENVIRONMENT,
+                "manifests": [
+                    _descriptor_json(item) | {"artifactType": d.LAYER, "annotations": {**item.annotations, KIND: str(kind)}}
+                    for kind, item in self.layers
+                ],
+            }
+        )
+
+
+def parse_object(data: Buffer) -> Layer | Environment:
+    """A manifest blob of either kind, by its artifactType."""
+    value = _object(data)
+    artifact = value.get("artifactType")
+    if artifact == d.LAYER:
+        return parse_layer(data)
+    if artifact == d.ENVIRONMENT:
+        return parse_environment(data)
+    raise ImageError(f"not a layer or environment: artifactType is {str(artifact)[:100]!r}")
+
+
+def parse_layer(data: Buffer) -> Layer:
+    """The value of a layer manifest."""
+    value = _object(data)
+    if value.get("artifactType") != d.LAYER or value.get("schemaVersion") != 2:
+        raise ImageError("not a layer manifest")
+    config = _descriptor(value.get("config"))
+    if config.media_type != d.CONFIG:
+        raise ImageError(f"layer config has media type {config.media_type[:100]!r}")
+    items = [_descriptor(item) for item in _list(value.get("layers"))]
+    by_type = {kind: [item for item in items if item.media_type == kind] for kind in (d.METADATA, d.EROFS, d.CHUNKS, d.SEGMENTS)}
+    if sum(map(len, by_type.values())) != len(items):
+        raise ImageError("layer manifest has a blob of unknown media type")
+    heads = by_type[d.METADATA] + by_type[d.EROFS]
+    if len(heads) != 1 or len(by_type[d.CHUNKS]) > 1 or (by_type[d.EROFS] and len(items) > 1):
+        raise ImageError("layer manifest must have one metadata blob and at most one chunk table")
+    return Layer(_kind(value), config, heads[0], by_type[d.CHUNKS][0] if by_type[d.CHUNKS] else None, tuple(by_type[d.SEGMENTS]))
+
+
+def parse_environment(data: Buffer) -> Environment:
+    """The value of an environment index."""
+    value = _object(data)
+    if value.get("artifactType") != d.ENVIRONMENT or value.get("schemaVersion") != 2:
+        raise ImageError("not an environment index")
+    layers: list[tuple[Kind, Descriptor]] = []
+    for item in _list(value.get("manifests")):
+        layer = _descriptor(item)
+        if layer.media_type != d.MANIFEST:
+            raise ImageError(f"environment member has media type {layer.media_type[:100]!r}")
+        layers.append((_kind(item), Descriptor(layer.media_type, layer.digest, layer.size)))
+    if not layers or layers[0][0] is not Kind.BASE:
+        raise ImageError("an environment begins with a base")
+    return Environment(tuple(layers))
+
+
+def parse_config(data: Buffer) -> LayerConfig:
+    """The value of a layer config blob."""
+    value = _object(data)
+    try:
+        kind = Kind(value.get("kind", ""))
+    except ValueError as error:
+        raise ImageError(f"layer config has unknown kind {str(value.get('kind'))[:100]!r}") from error
+    if value.get("format") != FORMAT:
+        raise ImageError(f"layer format {str(value.get('format'))[:20]} is not known here (this version reads {FORMAT})")
+    env, counts, recipe, features = (
+        value.get(key, empty) for key, empty in (("env", {}), ("counts", {}), ("recipe", {}), ("features", []))
+    )
+    if not _is_text_map(env) or not isinstance(recipe, dict) or not isinstance(features, list) or not isinstance(counts, dict):
+        raise ImageError("layer config has a field of the wrong type")
+    if not all(isinstance(key, str) and isinstance(item, int) for key, item in counts.items()):
+        raise ImageError("layer config has a count that is no number")
+    if features:
+        raise ImageError(f"layer needs features this version does not know: {', '.join(map(str, features))[:200]}")
+    texts = {key: value.get(key, "") for key in ("name", "layout", "prefix", "workdir", "builder")}
+    if not all(isinstance(text, str) for text in texts.values()):
+        raise ImageError("layer config has a field of the wrong type")
+    parent = value.get("parent")
+    if parent is not None and not (isinstance(parent, str) and is_digest(parent)):
+        raise ImageError("layer config names a parent that is no digest")
+    return LayerConfig(kind, env=env, counts=counts, parent=parent, recipe=recipe, **texts)
+
+
+def _is_text_map(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(k, str) and isinstance(v, str) for k, v in value.items())
+
+
+def _descriptor_json(item: Descriptor) -> dict[str, Any]:
+    value: dict[str, Any] = {"mediaType": item.media_type, "digest": item.digest, "size": item.size}
+    if item.annotations:
+        value["annotations"] = dict(item.annotations)
+    return value
+
+
+def _object(data: Buffer) -> dict[str, Any]:
+    if len(data) > MAX_JSON:
+        raise ImageError(f"manifest of {len(data)} bytes is over the limit of {MAX_JSON}")
+    try:
+        value = json.loads(bytes(data))
+    except (ValueError, RecursionError) as error:
+        raise ImageError("manifest is not JSON") from error
+    if not isinstance(value, dict):
+        raise ImageError("manifest is not a JSON object")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list) or len(value) > MAX_DESCRIPTORS:
+        raise ImageError("manifest has no proper list of blobs")
+    return value
+
+
+def _descriptor(value: Any) -> Descriptor:
+    if not isinstance(value, dict):
+        raise ImageError("manifest has a descriptor that is no object")
+    media_type, digest, size, annotations = (value.get(key) for key in ("mediaType", "digest", "size", "annotations"))
+    if not isinstance(media_type, str) or not isinstance(digest, str) or not is_digest(digest):
+        raise ImageError("manifest has a descriptor without media type or digest")
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 1 << 63:
+        raise ImageError("manifest has a descriptor without a proper size")
+    if not _is_text_map(annotations or {}):
+        raise ImageError("manifest has a descriptor with improper annotations")
+    return Descriptor(media_type, digest, size, annotations or {})
+
+
+def _kind(value: dict[str, Any]) -> Kind:
+    annotations = value.get("annotations")
+    try:
+        return Kind(annotations.get(KIND, "") if isinstance(annotations, dict) else "")
+    except ValueError as error:
+        raise ImageError(f"manifest lacks a proper {KIND} annotation") from error

@@ -1,0 +1,92 @@
+"""The segment table and the chunk table: fixed-size records behind a small header (docs/formats/layer.md).
+
+Both are numpy structured arrays with the on-disk dtype, so that parsing is a view and checking is vectorised.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from dsec_layers.digest import Buffer
+from dsec_layers.errors import ImageError
+
+__all__ = ["CHUNK", "MAX_SEGMENT", "MAX_SEGMENTS", "SEGMENT", "Table", "pack_chunks", "pack_segments", "parse_chunks", "parse_segments"]
+
+Table: TypeAlias = "np.ndarray[Any, np.dtype[np.void]]"
+
+BLOCK: Final = 4096
+MAX_SEGMENT: Final = 16 << 20
+MAX_SEGMENTS: Final = 65_535
+MAX_CHUNKS: Final = 1 << 28
+
+SEGMENT: Final = np.dtype([("digest", "V32"), ("size", "<u4"), ("blob", "<u4"), ("offset", "<u8"), ("stored", "<u4"), ("flags", "<u4")])
+"""digest: BLAKE3 of the uncompressed segment; size: uncompressed bytes; blob: index into the manifest's segments blobs;
+offset, stored: where its zstd frame is in that blob; flags: 0. Record i is EROFS device i + 1."""
+
+CHUNK: Final = np.dtype([("digest", "V32"), ("segment", "<u4"), ("block", "<u4"), ("blocks", "<u4"), ("reserved", "<u4")])
+"""digest: BLAKE3 of the chunk's bytes (without padding); segment: index into the segment table; block, blocks: where in it. Sorted by digest."""
+
+_HEADER: Final = struct.Struct("<4sHHIQ")  # magic, version, record size, count, reserved: 20 bytes
+VERSION: Final = 1
+
+
+def pack_segments(records: Table) -> bytes:
+    """The segment table's bytes."""
+    return _HEADER.pack(b"DSEG", VERSION, SEGMENT.itemsize, len(records), 0) + records.tobytes()
+
+
+def pack_chunks(records: Table) -> bytes:
+    """The chunk table's bytes; sorts the records by digest."""
+    order = np.argsort(records["digest"].view("S32") if len(records) else np.empty(0), kind="stable")
+    return _HEADER.pack(b"DCHK", VERSION, CHUNK.itemsize, len(records), 0) + records[order].tobytes()
+
+
+def parse_segments(data: Buffer, blob_sizes: tuple[int, ...]) -> Table:
+    """The records of a segment table, checked: sizes in limits, inside their blob, in canonical order (by blob, then offset), not overlapping.
+
+    ``blob_sizes``: the sizes of the manifest's segments blobs, in its order. Raises ImageError.
+    """
+    table = _parse(data, b"DSEG", SEGMENT, MAX_SEGMENTS)
+    if not len(table):
+        return table
+    blob, offset, stored, size = (table[name].astype(np.uint64) for name in ("blob", "offset", "stored", "size"))
+    if (size == 0).any() or (size > MAX_SEGMENT).any() or (size % BLOCK != 0).any():
+        raise ImageError("segment table: a segment's size is not 4 KiB to 16 MiB in whole blocks")
+    if (blob >= len(blob_sizes)).any():
+        raise ImageError("segment table: a record names a segments blob that the manifest lacks")
+    ends = offset + stored
+    if (stored == 0).any() or (ends < offset).any() or (ends > np.array(blob_sizes, dtype=np.uint64)[blob]).any():
+        raise ImageError("segment table: a record leaves its blob")
+    same = blob[1:] == blob[:-1]
+    if (blob[1:] < blob[:-1]).any() or (same & (offset[1:] < ends[:-1])).any():
+        raise ImageError("segment table: records overlap or are out of order")
+    if table["flags"].any():
+        raise ImageError("segment table: unknown flags")
+    return table
+
+
+def parse_chunks(data: Buffer, segment_sizes: "np.ndarray[Any, np.dtype[np.uint32]]") -> Table:  # noqa: UP037
+    """The records of a chunk table, checked against the layer's segments. Raises ImageError."""
+    table = _parse(data, b"DCHK", CHUNK, MAX_CHUNKS)
+    if not len(table):
+        return table
+    if (table["segment"] >= len(segment_sizes)).any():
+        raise ImageError("chunk table: a record names a segment that the layer lacks")
+    ends = table["block"].astype(np.uint64) + table["blocks"]
+    if (table["blocks"] == 0).any() or (ends * BLOCK > segment_sizes[table["segment"]]).any():
+        raise ImageError("chunk table: a record leaves its segment")
+    return table
+
+
+def _parse(data: Buffer, magic: bytes, dtype: np.dtype[np.void], limit: int) -> Table:
+    if len(data) < _HEADER.size:
+        raise ImageError(f"{magic.decode()} table is truncated")
+    found, version, record, count, reserved = _HEADER.unpack_from(data)
+    if found != magic or version != VERSION or record != dtype.itemsize or reserved:
+        raise ImageError(f"not a {magic.decode()} table of version {VERSION}")
+    if count > limit or _HEADER.size + count * record != len(data):
+        raise ImageError(f"{magic.decode()} table says {count} records, which its {len(data)} bytes or the limit {limit} do not allow")
+    return np.frombuffer(data, dtype=dtype, count=count, offset=_HEADER.size)
