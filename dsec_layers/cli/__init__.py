@@ -1,1 +1,139 @@
+"""The command line: one thin module a command. This module only knows their names, so that ``--help`` and completion stay fast."""
 
+from __future__ import annotations
+
+import errno
+import importlib
+import signal
+import sys
+from types import FrameType
+
+import click
+
+from dsec_layers.cli.common import App, app_options
+from dsec_layers.errors import DsecError, Interrupted, NoSpace, NotFound, UsageError
+
+__all__ = ["COMMANDS", "cli", "main"]
+
+COMMANDS = {
+    "build": "Build a layer from a layer file.",
+    "import": "Import a directory, tar, OCI image or Debian root as a layer.",
+    "env": "Compose layers into environments.",
+    "mount": "Mount a layer or environment lazily.",
+    "umount": "Unmount what mount mounted.",
+    "ps": "Show mounts and the daemon.",
+    "run": "Run a command in an environment.",
+    "ls": "List layers and environments.",
+    "inspect": "Show a layer, environment or blob.",
+    "verify": "Check that stored bytes match their digests.",
+    "diff": "Compare two layers or environments.",
+    "export": "Write a layer or environment as tar, EROFS image or OCI layout.",
+    "rm": "Remove a ref.",
+    "gc": "Delete blobs that nothing refers to.",
+    "push": "Copy a layer or environment to another store.",
+    "pull": "Copy a layer or environment from another store.",
+    "cache": "Look at and clear the local cache.",
+    "catalog": "Rebuild the chunk catalog.",
+    "doctor": "Say what this host can do and what is missing.",
+    "completion": "Print a shell completion script.",
+}
+"""Command name to the first line of its help; the module is ``dsec_layers.cli.<name>`` (``import_`` for import)."""
+
+
+class _Group(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"dsec_layers.cli.{cmd_name + '_' if cmd_name == 'import' else cmd_name}")
+        command: click.Command = module.command
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            import difflib  # only a mistyped command pays for it
+
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            if near:
+                raise click.UsageError(f"{error.message} Did you mean {near[0]!r}?", ctx) from error
+            raise
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@app_options
+@click.version_option(package_name="dsec-layers", prog_name="dsec-layers")
+def cli() -> None:
+    """Build, store and lazily mount deduplicated EROFS layers for agent sandboxes.
+
+    \b
+    dsec-layers import rootfs.tar --kind base --name debian:12
+    dsec-layers env create dev:1 --base debian:12
+    dsec-layers run dev:1 -- /bin/sh -c 'cat /etc/os-release'
+    """
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line and exit. The one place where errors become messages and exit codes."""
+    app = App()
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    try:
+        code = _run(app, argv)
+    finally:
+        app.close()
+    sys.exit(code)
+
+
+def _run(app: App, argv: list[str] | None) -> int:
+    try:
+        result = cli.main(args=argv, prog_name="dsec-layers", standalone_mode=False, obj=app)
+        return result if isinstance(result, int) else 0
+    except DsecError as error:
+        app.console.error(error)
+        return error.exit_code
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.ClickException as error:
+        app.console.as_json |= "--json" in (sys.argv[1:] if argv is None else argv)  # parsing may have failed before it got there
+        if app.console.as_json:
+            app.console.error(UsageError(error.format_message(), hint="see --help"))
+        else:
+            error.show()
+        return 2 if isinstance(error, click.UsageError) else error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        app.console.error(Interrupted("interrupted"))
+        return Interrupted.exit_code
+    except BrokenPipeError:
+        # The reader of our output went away (head, less): that is no failure of ours. Keep the interpreter's exit from trying again.
+        sys.stdout = open("/dev/null", "w")  # noqa: SIM115
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        return _os_error(app, error)
+    except Exception as error:  # noqa: BLE001 - the last resort: one message and one exit code, whatever happened
+        app.console.error(
+            DsecError(f"internal error: {type(error).__name__}: {error}", hint="this is a bug; run again with -v for the traceback")
+        )
+        if app.console.verbosity > 0:
+            app.console.traceback()
+        return 1
+
+
+def _os_error(app: App, error: OSError) -> int:
+    where = f"{error.filename}: " if error.filename else ""
+    kinds: dict[int | None, type[DsecError]] = {errno.ENOSPC: NoSpace, errno.EDQUOT: NoSpace, errno.ENOENT: NotFound}
+    mapped = kinds.get(error.errno, DsecError)(f"{where}{error.strerror or error}")
+    app.console.error(mapped)
+    if app.console.verbosity > 0:
+        app.console.traceback()
+    return mapped.exit_code
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,237 @@
+"""``export``: a layer or environment as a tar, a flat EROFS image or an OCI layout."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import stat
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import zstandard
+
+from dsec_layers.api.content import LayerContent, open_layer
+from dsec_layers.api.look import open_view
+from dsec_layers.api.session import Session
+from dsec_layers.api.tarout import TarWriter
+from dsec_layers.api.view import OPAQUE, Entry, is_whiteout, walk
+from dsec_layers.digest import Buffer, Digest, sha256_digest
+from dsec_layers.erofs.tree import HOLE, Inode, Tree
+from dsec_layers.erofs.writer import render
+from dsec_layers.errors import Conflict, UsageError
+from dsec_layers.fsio import publish
+from dsec_layers.layers.descriptor import INDEX, MANIFEST
+from dsec_layers.layers.manifest import Layer, canonical_json
+from dsec_layers.registry.objects import load_config, load_layer, resolve
+
+__all__ = ["FORMATS", "Exported", "export", "flat_pieces"]
+
+FORMATS = ("tar", "erofs", "oci")
+_CONFIG = "application/vnd.oci.image.config.v1+json"
+_TAR_ZSTD = "application/vnd.oci.image.layer.v1.tar+zstd"
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What ``export`` wrote, in bytes."""
+
+    ref: str
+    format: str
+    output: str
+    size: int
+
+
+def export(session: Session, text: str, output: Path | BinaryIO, *, format: str = "tar") -> Exported:
+    """Write the object ``text`` names to ``output``: a path that must not exist, or for tar and erofs a binary stream.
+
+    ``tar`` and ``erofs`` are the merged view; ``oci`` is an image layout directory with one tar layer for each layer, whiteouts in OCI form.
+    """
+    if format not in FORMATS:
+        raise UsageError(f"unknown export format {format!r}", hint=f"one of {', '.join(FORMATS)}")
+    if not isinstance(output, Path):
+        if format == "oci":
+            raise UsageError("an OCI layout is a directory: give a path")
+        counter = _Counter(output)
+        _PLAIN[format](session, text, counter)
+        return Exported(text, format, "-", counter.count)
+    if output.exists():
+        raise Conflict(f"{output} exists already", hint="remove it or choose another name")
+    if format == "oci":
+        return Exported(text, format, str(output), _export_oci(session, text, output))
+    with publish(output) as stream:
+        counter = _Counter(stream)
+        _PLAIN[format](session, text, counter)
+    return Exported(text, format, str(output), counter.count)
+
+
+class _Counter:
+    """A stream that counts and hashes what passes."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.count = 0
+        self.hash = hashlib.sha256()
+
+    def write(self, data: Buffer) -> int:
+        self._stream.write(data)
+        self.hash.update(data)
+        self.count += len(data)
+        return len(data)
+
+
+def _export_tar(session: Session, text: str, stream: Any) -> None:
+    writer = TarWriter(stream)
+    with session.progress.task(f"exporting {text}") as task:
+        for path, entry in walk(open_view(session, text)):
+            layer, inode = entry.layer, entry.inode
+            regular = stat.S_ISREG(inode.mode)
+            pieces, regions = (layer.pieces(inode), layer.regions(inode)) if regular else ((), None)
+            writer.add(path or b".", inode, pieces, regions, identity=entry.identity, xattrs=entry.xattrs)
+            task.advance(inode.size)
+    writer.close()
+
+
+def _export_erofs(session: Session, text: str, stream: Any) -> None:
+    with session.progress.task(f"exporting {text}") as task:
+        for piece in flat_pieces(session, text):
+            stream.write(piece)
+            task.advance(len(piece))
+
+
+def flat_pieces(session: Session, text: str) -> Iterator[Buffer]:
+    """The flat EROFS image of a layer or of an environment's merged view: metadata, then every segment it uses."""
+    digest, found = resolve(session.store, text)
+    if isinstance(found, Layer):
+        layer = open_layer(session.store, digest)
+        yield layer.image
+        for index in range(len(layer.table)):
+            yield layer.segment(index)
+        return
+    image, segments = merged_image(open_view(session, text))
+    yield image
+    for owner, index in segments:
+        yield owner.segment(index)
+
+
+def merged_image(root: Entry) -> tuple[Buffer, list[tuple[LayerContent, int]]]:
+    """One metadata image of a merged view, and the segments that are its devices in order. The same segment in two layers is one device."""
+    devices: dict[bytes, int] = {}
+    segments: list[tuple[LayerContent, int]] = []
+    tree = Tree(root=Inode(root.inode.mode))
+    made: dict[tuple[int, int], Inode] = {}
+
+    def device_of(layer: LayerContent, device: int) -> int:
+        key = layer.table[device - 1]["digest"].tobytes()
+        if key not in devices:
+            segments.append((layer, device - 1))
+            devices[key] = len(segments)
+        return devices[key]
+
+    def copy(entry: Entry) -> Inode:
+        if entry.children is None and entry.identity in made:
+            return made[entry.identity]
+        inode = _copy_inode(entry)
+        extents = entry.layer.tree.extents[entry.inode.extent_at : entry.inode.extent_at + entry.inode.extent_count]
+        inode.extent_at = len(tree.extents)
+        tree.extents.extend(array("Q", (e if e == HOLE else device_of(entry.layer, e >> 32) << 32 | e & 0xFFFFFFFF for e in extents)))
+        made[entry.identity] = inode
+        return inode
+
+    tree.root = copy(root)
+    stack = [(root, tree.root)]
+    while stack:
+        entry, inode = stack.pop()
+        assert inode.children is not None
+        for name in sorted(entry.children or {}):
+            child = (entry.children or {})[name]
+            inode.children[name] = made_child = copy(child)
+            if child.children is not None:
+                stack.append((child, made_child))
+    return render(tree, [int(layer.table[index]["size"]) // 4096 for layer, index in segments]), segments
+
+
+def _copy_inode(entry: Entry) -> Inode:
+    old = entry.inode
+    inode = Inode(old.mode, old.uid, old.gid, old.mtime, old.mtime_ns)
+    inode.rdev, inode.size, inode.data, inode.xattrs = old.rdev, old.size, old.data, entry.xattrs
+    inode.extent_count, inode.chunk_bits = old.extent_count, old.chunk_bits
+    return inode
+
+
+def _export_oci(session: Session, text: str, output: Path) -> int:
+    digest, found = resolve(session.store, text)
+    members = [digest] if isinstance(found, Layer) else [item.digest for _, item in found.layers]
+    work = output.with_name(f".{output.name}.tmp")
+    shutil.rmtree(work, ignore_errors=True)
+    blobs = work / "blobs/sha256"
+    blobs.mkdir(parents=True)
+    try:
+        layers, diff_ids, env, workdir, total = [], [], {}, "", 0
+        for member in members:
+            config = load_config(session.store, load_layer(session.store, member))
+            env |= dict(config.env or {})
+            workdir = config.workdir or workdir
+            descriptor, diff_id = _oci_layer(session, member, blobs)
+            layers.append(descriptor)
+            diff_ids.append(diff_id)
+            total += descriptor["size"]
+        image = {
+            "architecture": "amd64",
+            "os": "linux",
+            "config": {"Env": [f"{k}={v}" for k, v in env.items()], **({"WorkingDir": workdir} if workdir else {})},
+            "rootfs": {"type": "layers", "diff_ids": diff_ids},
+        }
+        manifest = {"schemaVersion": 2, "mediaType": MANIFEST, "config": _oci_blob(blobs, canonical_json(image), _CONFIG), "layers": layers}
+        top = _oci_blob(blobs, canonical_json(manifest), MANIFEST)
+        name = text.rpartition(":")[2] if not text.startswith("sha256:") else digest[7:19]
+        top["annotations"] = {"org.opencontainers.image.ref.name": name}
+        (work / "index.json").write_bytes(canonical_json({"schemaVersion": 2, "mediaType": INDEX, "manifests": [top]}))
+        (work / "oci-layout").write_text(json.dumps({"imageLayoutVersion": "1.0.0"}))
+        work.rename(output)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return total
+
+
+def _oci_layer(session: Session, digest: Digest, blobs: Path) -> tuple[dict[str, Any], Digest]:
+    layer = open_layer(session.store, digest)
+    temporary = blobs / ".layer.tmp"
+    with session.progress.task(f"exporting layer {digest[7:19]}") as task, open(temporary, "wb") as stream:
+        outer = _Counter(stream)
+        with zstandard.ZstdCompressor(level=3).stream_writer(outer, closefd=False) as compressor:  # type: ignore[arg-type]
+            inner = _Counter(compressor)  # type: ignore[arg-type]
+            writer = TarWriter(inner)  # type: ignore[arg-type]
+            for path, inode in layer.tree.walk():
+                _oci_entry(writer, layer, path, inode)
+                task.advance(inode.size)
+            writer.close()
+    name = outer.hash.hexdigest()
+    temporary.rename(blobs / name)
+    return {"mediaType": _TAR_ZSTD, "digest": f"sha256:{name}", "size": outer.count}, f"sha256:{inner.hash.hexdigest()}"
+
+
+def _oci_entry(writer: TarWriter, layer: LayerContent, path: bytes, inode: Inode) -> None:
+    if is_whiteout(inode):
+        directory, _, name = path.rpartition(b"/")
+        writer.whiteout((directory + b"/" if directory else b"") + b".wh." + name)
+        return
+    regular = stat.S_ISREG(inode.mode)
+    pieces, regions = (layer.pieces(inode), layer.regions(inode)) if regular else ((), None)
+    xattrs = tuple(pair for pair in inode.xattrs if not pair[0].startswith(b"trusted.overlay."))
+    writer.add(path or b".", inode, pieces, regions, identity=id(inode), xattrs=xattrs)
+    if (OPAQUE, b"y") in inode.xattrs:
+        writer.whiteout((path + b"/" if path else b"") + b".wh..wh..opq")
+
+
+def _oci_blob(blobs: Path, data: bytes, media_type: str) -> dict[str, Any]:
+    digest = sha256_digest(data)
+    (blobs / digest[7:]).write_bytes(data)
+    return {"mediaType": media_type, "digest": digest, "size": len(data)}
+
+
+_PLAIN = {"tar": _export_tar, "erofs": _export_erofs}

@@ -1,0 +1,273 @@
+"""Verbs that only look: ``ls``, ``inspect``, ``diff``."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsec_layers.api.content import LayerContent, open_layer
+from dsec_layers.api.session import Session
+from dsec_layers.api.view import Entry, merge, walk
+from dsec_layers.digest import Digest
+from dsec_layers.layers.descriptor import Kind
+from dsec_layers.layers.manifest import Environment, Layer
+from dsec_layers.registry.objects import load_config, load_layer, resolve
+
+__all__ = ["BlobUse", "Change", "Difference", "Inspection", "LayerSummary", "Listed", "TreeEntry", "diff", "inspect", "ls", "open_view"]
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A ref as ``ls`` shows it: what it names, how large its image and its stored blobs are (bytes)."""
+
+    name: str
+    kind: str
+    digest: Digest
+    image_bytes: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlobUse:
+    """One blob of a layer; ``foreign`` when another layer owns it."""
+
+    role: str
+    digest: Digest
+    size: int
+    foreign: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TreeEntry:
+    """One path of a tree listing; ``bytes`` is the file's own size or, for a directory, the sum of all below it."""
+
+    path: str
+    type: str
+    mode: str
+    uid: int
+    gid: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSummary:
+    """A layer: its config and its blobs."""
+
+    digest: Digest
+    kind: str
+    name: str
+    layout: str
+    prefix: str
+    parent: Digest | None
+    env: Mapping[str, str]
+    counts: Mapping[str, int]
+    recipe: Mapping[str, Any]
+    builder: str
+    blobs: tuple[BlobUse, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What ``inspect`` knows of an object."""
+
+    ref: str
+    type: str
+    digest: Digest
+    image_bytes: int
+    stored_bytes: int
+    layers: tuple[LayerSummary, ...]
+    tree: tuple[TreeEntry, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A path that differs: ``change`` is added, removed, content, attributes or type; sizes in bytes before and after."""
+
+    path: str
+    change: str
+    before: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What ``diff`` found. ``bytes_added``/``bytes_removed`` count file content that only one side has."""
+
+    left: str
+    right: str
+    changes: tuple[Change, ...]
+    bytes_added: int = 0
+    bytes_removed: int = 0
+    files: Mapping[str, int] = field(default_factory=dict)
+
+
+def ls(session: Session, prefix: str = "") -> list[Listed]:
+    """Every ref whose name begins with ``prefix``."""
+    rows: list[Listed] = []
+    for ref in session.store.list_refs(prefix):
+        digest, found = resolve(session.store, ref.name)
+        layers = _layers(session, digest, found)
+        summary = [_summary(session, item, layer) for item, layer in layers]
+        kind = str(found.kind) if isinstance(found, Layer) else "environment"
+        rows.append(Listed(ref.name, kind, digest, sum(s.counts.get("image_bytes", 0) for s in summary), _stored(summary)))
+    return rows
+
+
+def inspect(session: Session, text: str, *, tree: bool = False, depth: int = 2) -> Inspection:
+    """A layer or environment by name or digest; with ``tree`` the paths down to ``depth`` and their sizes."""
+    digest, found = resolve(session.store, text)
+    layers = _layers(session, digest, found)
+    summary = tuple(_summary(session, item, layer) for item, layer in layers)
+    entries = _tree(open_view(session, text), depth) if tree else ()
+    kind = f"layer ({found.kind})" if isinstance(found, Layer) else "environment"
+    return Inspection(text, kind, digest, sum(s.counts.get("image_bytes", 0) for s in summary), _stored(summary), summary, entries)
+
+
+def open_view(session: Session, text: str) -> Entry:
+    """The merged view of a layer or environment, read from the store."""
+    digest, found = resolve(session.store, text)
+    return merge([open_layer(session.store, item) for item, _ in _layers(session, digest, found)])
+
+
+def diff(session: Session, left: str, right: str) -> Difference:
+    """Compare two layers or environments as they would show when mounted. Content is fetched only where its chunks are not the same stored bytes."""
+    before, after = dict(walk(open_view(session, left))), dict(walk(open_view(session, right)))
+    changes = []
+    for path in sorted(before.keys() | after.keys()):
+        kind = _compare(before.get(path), after.get(path))
+        if kind:
+            changes.append(Change(_text(path) or "/", kind, _size(before.get(path)), _size(after.get(path))))
+    added = sum(change.after for change in changes if change.change in ("added", "content", "type"))
+    removed = sum(change.before for change in changes if change.change in ("removed", "content", "type"))
+    counts: dict[str, int] = {}
+    for change in changes:
+        counts[change.change] = counts.get(change.change, 0) + 1
+    return Difference(left, right, tuple(changes), added, removed, counts)
+
+
+def _layers(session: Session, digest: Digest, found: Layer | Environment) -> list[tuple[Digest, Layer]]:
+    if isinstance(found, Layer):
+        return [(digest, found)]
+    return [(item.digest, load_layer(session.store, item.digest)) for _, item in found.layers]
+
+
+def _summary(session: Session, digest: Digest, layer: Layer) -> LayerSummary:
+    config = load_config(session.store, layer)
+    blobs = [BlobUse("config", layer.config.digest, layer.config.size), BlobUse("metadata", layer.metadata.digest, layer.metadata.size)]
+    if layer.chunks:
+        blobs.append(BlobUse("chunks", layer.chunks.digest, layer.chunks.size))
+    blobs += [BlobUse("segments", item.digest, item.size, bool(item.annotations)) for item in layer.segments]
+    return LayerSummary(
+        digest, str(Kind(layer.kind)), config.name, config.layout, config.prefix, config.parent, config.env or {}, config.counts or {},
+        config.recipe or {}, config.builder, tuple(blobs),
+    )  # fmt: skip
+
+
+def _stored(layers: tuple[LayerSummary, ...] | list[LayerSummary]) -> int:
+    return sum({blob.digest: blob.size for layer in layers for blob in layer.blobs}.values())
+
+
+def _tree(root: Entry, depth: int) -> tuple[TreeEntry, ...]:
+    sums: dict[bytes, int] = {}
+    paths: dict[bytes, Entry] = dict(walk(root))
+    for path in reversed(paths):
+        size = paths[path].inode.size if paths[path].children is None else sums.get(path, 0)
+        sums[path] = size
+        if path:
+            parent = path.rpartition(b"/")[0]
+            sums[parent] = sums.get(parent, 0) + size
+    return tuple(
+        TreeEntry(
+            "/" + _text(path),
+            _type(entry.inode.mode),
+            f"{stat.S_IMODE(entry.inode.mode):04o}",
+            entry.inode.uid,
+            entry.inode.gid,
+            sums[path],
+        )
+        for path, entry in paths.items()
+        if (path.count(b"/") + 1 if path else 0) <= depth
+    )
+
+
+def _compare(left: Entry | None, right: Entry | None) -> str | None:
+    if left is None or right is None:
+        return "added" if left is None else "removed"
+    a, b = left.inode, right.inode
+    if stat.S_IFMT(a.mode) != stat.S_IFMT(b.mode):
+        return "type"
+    if a.size != b.size or (stat.S_ISLNK(a.mode) and a.data != b.data) or (stat.S_ISREG(a.mode) and not _same_content(left, right)):
+        return "content"
+    attributes = ("mode", "uid", "gid", "mtime", "mtime_ns", "rdev")
+    if any(getattr(a, name) != getattr(b, name) for name in attributes) or left.xattrs != right.xattrs:
+        return "attributes"
+    return None
+
+
+def _same_content(left: Entry, right: Entry) -> bool:
+    chunked = left.inode.data is None and right.inode.data is None and left.inode.chunk_bits == right.inode.chunk_bits
+    return (chunked and _places(left) == _places(right)) or _bytes_equal(left, right)
+
+
+def _places(entry: Entry) -> list[tuple[bytes, int, int]]:
+    table = entry.layer.table
+    return [
+        (table[device - 1]["digest"].tobytes() if device else b"", block, length)
+        for device, block, length in entry.layer.extents(entry.inode)
+    ]
+
+
+def _bytes_equal(left: Entry, right: Entry) -> bool:
+    sides = [_ByteReader(left.layer, left), _ByteReader(right.layer, right)]
+    remaining = left.inode.size
+    while remaining:
+        count = min(remaining, 1 << 20)
+        if sides[0].read(count) != sides[1].read(count):
+            return False
+        remaining -= count
+    return True
+
+
+class _ByteReader:
+    def __init__(self, layer: LayerContent, entry: Entry) -> None:
+        self._pieces = layer.pieces(entry.inode)
+        self._rest: bytes | memoryview | int = b""
+
+    def read(self, count: int) -> bytes:
+        parts: list[bytes] = []
+        while count:
+            size = self._rest if isinstance(self._rest, int) else len(self._rest)
+            if not size:
+                self._rest = next(self._pieces)
+                continue
+            take = min(count, size)
+            if isinstance(self._rest, int):
+                parts.append(bytes(take))
+                self._rest -= take
+            else:
+                parts.append(bytes(self._rest[:take]))
+                self._rest = self._rest[take:]
+            count -= take
+        return b"".join(parts)
+
+
+def _size(entry: Entry | None) -> int:
+    return 0 if entry is None or entry.children is not None else entry.inode.size
+
+
+def _type(mode: int) -> str:
+    kinds = {
+        stat.S_IFREG: "file",
+        stat.S_IFDIR: "dir",
+        stat.S_IFLNK: "symlink",
+        stat.S_IFIFO: "fifo",
+        stat.S_IFSOCK: "socket",
+        stat.S_IFBLK: "block",
+    }
+    return kinds.get(stat.S_IFMT(mode), "char")
+
+
+def _text(path: bytes) -> str:
+    return path.decode(errors="backslashreplace")

@@ -1,0 +1,124 @@
+"""What every command shares: the context object, the global options, and how errors become exit codes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from dsec_layers.cli.console import Console
+from dsec_layers.cli.settings import Settings, load_settings
+from dsec_layers.errors import DsecError
+
+if TYPE_CHECKING:
+    from dsec_layers.api.session import Session
+
+__all__ = ["REF", "App", "Command", "app_options", "pass_app"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class App:
+    """The state of one invocation: options as given, the console, and the session when a command asks for it."""
+
+    def __init__(self) -> None:
+        self.store: str | None = None
+        self.cache: str | None = None
+        self.console = Console()
+
+    @functools.cached_property
+    def settings(self) -> Settings:
+        """The effective settings."""
+        return load_settings(self.store, self.cache)
+
+    @functools.cached_property
+    def session(self) -> Session:
+        """A session on the effective store and cache."""
+        from dsec_layers.api.session import Session
+
+        return Session(self.settings.store, self.settings.cache, progress=self.console, driver=self.settings.driver)
+
+    def close(self) -> None:
+        """Close the session if one was opened."""
+        session = self.__dict__.pop("session", None)
+        if session is not None:
+            session.close()
+
+
+class Command(click.Command):
+    """A command whose help ends with an example: every one has it, by test."""
+
+    def __init__(self, *args: Any, example: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.example = example
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Print the example."""
+        if self.example:
+            with formatter.section("Example"):
+                for line in self.example.strip().splitlines():
+                    formatter.write(f"  {line.strip()}\n")
+
+
+class RefType(click.ParamType[str]):
+    """A reference on the command line; completes from the store's refs."""
+
+    name = "ref"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The store's refs that begin with what is typed; none when the store cannot be read."""
+        app = ctx.ensure_object(App)
+        try:
+            return [CompletionItem(ref.name) for ref in app.session.store.list_refs(incomplete)]
+        except (DsecError, OSError):
+            return []
+
+
+REF = RefType()
+
+pass_app = click.make_pass_decorator(App, ensure=True)
+
+
+def app_options(function: Callable[P, R]) -> Callable[P, R]:
+    """The global options. They may stand before or after the command's name."""
+    for option in reversed(
+        (
+            click.option(
+                "--store", metavar="URL", expose_value=False, callback=_set("store"), help="Where layers are stored. [env: DSEC_STORE]"
+            ),
+            click.option("--cache", metavar="DIR", expose_value=False, callback=_set("cache"), help="The local cache. [env: DSEC_CACHE]"),
+            click.option("--json", "as_json", is_flag=True, expose_value=False, callback=_set_json, help="Print the result as JSON."),
+            click.option("-v", "--verbose", count=True, expose_value=False, callback=_verbosity(1), help="Say more."),
+            click.option("-q", "--quiet", count=True, expose_value=False, callback=_verbosity(-1), help="Say only what went wrong."),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def _app(context: click.Context) -> App:
+    return context.ensure_object(App)
+
+
+def _set(name: str) -> Callable[[click.Context, click.Parameter, str | None], None]:
+    def callback(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            setattr(_app(context), name, value)
+
+    return callback
+
+
+def _set_json(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        _app(context).console.as_json = True
+
+
+def _verbosity(step: int) -> Callable[[click.Context, click.Parameter, int], None]:
+    def callback(context: click.Context, parameter: click.Parameter, value: int) -> None:
+        _app(context).console.verbosity += step * value
+
+    return callback

@@ -1,0 +1,41 @@
+"""``dsec-layers inspect``."""
+
+from __future__ import annotations
+
+import click
+
+from dsec_layers.cli.common import REF, App, Command, app_options, pass_app
+from dsec_layers.cli.console import human_bytes
+
+
+@click.command("inspect", cls=Command, example="dsec-layers inspect debian:12\ndsec-layers inspect dev:1 --tree --depth 3")
+@click.argument("ref", type=REF)
+@click.option("--tree", is_flag=True, help="List paths with their sizes (directories: the sum below).")
+@click.option("--depth", default=2, show_default=True, type=click.IntRange(0, 4096), help="How deep the tree goes.")
+@app_options
+@pass_app
+def command(app: App, ref: str, tree: bool, depth: int) -> None:
+    """Show a layer or environment REF (name:tag or digest), its blobs, and with --tree its paths."""
+    from dsec_layers.api.look import inspect
+
+    found = inspect(app.session, ref, tree=tree, depth=depth)
+
+    def show() -> None:
+        out = app.console.out
+        out(f"{found.ref}: {found.type}, {found.digest}")
+        out(f"image {human_bytes(found.image_bytes)}, stored {human_bytes(found.stored_bytes)}")
+        for layer in found.layers:
+            out()
+            out(f"{layer.kind} {layer.name}  {layer.digest}")
+            details = [f"layout {layer.layout}"] + [f"{key} {value}" for key, value in sorted(layer.counts.items())]
+            out("  " + ", ".join(details))
+            for key, value in layer.env.items():
+                out(f"  env {key}={value}")
+            for blob in layer.blobs:
+                out(f"  {blob.role:<9}{blob.digest}  {human_bytes(blob.size):>10}{'  (of another layer)' if blob.foreign else ''}")
+        if found.tree:
+            out()
+            cells = [(entry.mode, f"{entry.uid}:{entry.gid}", entry.type, human_bytes(entry.bytes), entry.path) for entry in found.tree]
+            app.console.table(("mode", "owner", "type", "size", "path"), cells, right=(3,))
+
+    app.console.result(found, show)

@@ -1,0 +1,77 @@
+"""Where settings come from: the command line, then the environment, then the configuration file, then the defaults.
+
+This is the only place that reads the environment for settings.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsec_layers.errors import UsageError
+
+__all__ = ["Settings", "config_path", "load_settings", "source_date_epoch"]
+
+_KEYS = {"store", "cache", "driver"}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings a command runs with."""
+
+    store: str
+    cache: Path
+    driver: str = "fanotify"
+
+
+def config_path(environ: Mapping[str, str] | None = None) -> Path:
+    """The configuration file: ``dsec-layers/config.toml`` under XDG_CONFIG_HOME."""
+    return _xdg("XDG_CONFIG_HOME", ".config", environ or os.environ) / "config.toml"
+
+
+def load_settings(store: str | None, cache: str | None, environ: Mapping[str, str] | None = None) -> Settings:
+    """Settings from the given options (None: not given) and the three places behind them. UsageError for a bad file."""
+    env = os.environ if environ is None else environ
+    values = _read_config(config_path(env))
+    default_store = str(_xdg("XDG_DATA_HOME", ".local/share", env) / "store")
+    default_cache = str(_xdg("XDG_CACHE_HOME", ".cache", env))
+    return Settings(
+        store=store or env.get("DSEC_STORE") or values.get("store") or default_store,
+        cache=Path(cache or env.get("DSEC_CACHE") or values.get("cache") or default_cache).absolute(),
+        driver=env.get("DSEC_DRIVER") or values.get("driver") or "fanotify",
+    )
+
+
+def source_date_epoch() -> int | None:
+    """SOURCE_DATE_EPOCH as a number (reproducible-builds.org), or None. UsageError when it is no number."""
+    text = os.environ.get("SOURCE_DATE_EPOCH")
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise UsageError(f"SOURCE_DATE_EPOCH is not a number of seconds: {text[:40]!r}")
+    return int(text)
+
+
+def _xdg(name: str, fallback: str, env: Mapping[str, str]) -> Path:
+    value = env.get(name)
+    home = Path(value) if value and value.startswith("/") else Path(env.get("HOME", "/root")) / fallback
+    return home / "dsec-layers"
+
+
+def _read_config(path: Path) -> dict[str, str]:
+    try:
+        value: dict[str, Any] = tomllib.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return {}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: {error}") from error
+    for key, item in value.items():
+        if key not in _KEYS:
+            raise UsageError(f"{path}: unknown key {key!r}", hint=f"known keys: {', '.join(sorted(_KEYS))}")
+        if not isinstance(item, str):
+            raise UsageError(f"{path}: {key} must be a string")
+    return value
