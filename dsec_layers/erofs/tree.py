@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-__all__ = ["BLOCK", "HOLE", "Inode", "Tree"]
+__all__ = ["BLOCK", "HOLE", "Inode", "Tree", "find_path", "show_path"]
 
 BLOCK = 4096
 """Bytes in a block; the only block size this project writes."""
@@ -71,3 +71,24 @@ class Tree:
             if inode.children:
                 prefix = path + b"/" if path else b""
                 stack.extend((prefix + name, inode.children[name]) for name in sorted(inode.children, reverse=True))
+
+
+def find_path(root: Inode, inode: Inode) -> bytes:
+    """The first path under which ``inode`` is found below ``root``: for messages, so slow but safe on a tree with cycles."""
+    stack: list[tuple[bytes, Inode]] = [(b"", root)]
+    seen: set[int] = set()
+    while stack:
+        path, here = stack.pop()
+        if here is inode:
+            return path
+        if here.children is not None and id(here) not in seen:
+            seen.add(id(here))
+            prefix = path + b"/" if path else b""
+            stack.extend((prefix + name, here.children[name]) for name in sorted(here.children, reverse=True))
+    return b"?"
+
+
+def show_path(path: bytes) -> str:
+    """A path for a message: absolute, bytes that are not text escaped, cut to 300 characters."""
+    text = "/" + path.decode("utf-8", "backslashreplace")
+    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)[:300]
