@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Final
 
 from dsec_layers.digest import Digest
@@ -22,8 +21,6 @@ SEGMENTS: Final = "application/vnd.dsec.layer.segments.v1+zstd"
 CHUNKS: Final = "application/vnd.dsec.layer.chunks.v1+zstd"
 EROFS: Final = "application/vnd.dsec.layer.erofs.v1"
 """The ``compressed`` layout: one flat, EROFS-compressed image, fetched whole."""
-
-_EMPTY: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class Kind(StrEnum):
@@ -42,4 +39,4 @@ class Descriptor:
     media_type: str
     digest: Digest
     size: int
-    annotations: Mapping[str, str] = field(default=_EMPTY)
+    annotations: Mapping[str, str] = field(default_factory=dict, hash=False)

@@ -9,18 +9,20 @@ from __future__ import annotations
 import struct
 from typing import Final
 
-import xxhash
 import zstandard
 
 from dsec_layers.digest import Buffer
 from dsec_layers.errors import ImageError
 
-__all__ = ["SeekTable", "compress", "decompress", "join_metadata", "skippable", "split_metadata"]
+__all__ = ["SeekTable", "compress", "decompress", "frame_length", "join_metadata", "skippable", "split_metadata", "unpack"]
 
 SKIPPABLE: Final = 0x184D2A50
 SEEK_SKIPPABLE: Final = 0x184D2A5E
 SEEK_MAGIC: Final = 0x8F92EAB1
 MAX_METADATA: Final = 4 << 30
+_RLE: Final = 1
+_MAX_RATIO: Final = 1 << 15
+"""A block of 128 KiB takes four bytes at least."""
 _HEAD: Final = struct.Struct("<II")
 
 
@@ -52,26 +54,52 @@ def join_metadata(image: Buffer, table: Buffer, level: int = 9) -> bytes:
     return compress(image, level) + skippable(table)
 
 
+def unpack(frame: Buffer, limit: int) -> bytes:
+    """The content of one zstd frame, whatever its size up to ``limit`` bytes. Raises ImageError."""
+    return decompress(frame, _content_size(memoryview(frame), limit))
+
+
 def split_metadata(blob: Buffer, limit: int = MAX_METADATA) -> tuple[bytes, bytes]:
     """(EROFS metadata image, segment table) of a metadata blob; the image may have at most ``limit`` bytes. Raises ImageError."""
-    view = memoryview(blob)
-    try:
-        size = zstandard.frame_content_size(view)
-        if not 0 < size <= limit:
-            raise ImageError(f"metadata image of {size} bytes is over the limit of {limit}")
-        stream = zstandard.ZstdDecompressor().decompressobj()
-        image = stream.decompress(view)
-    except zstandard.ZstdError as error:
-        raise ImageError(f"bad zstd frame in metadata: {error}") from error
-    if not stream.eof or len(image) != size:
-        raise ImageError("metadata frame is truncated")
-    rest = stream.unused_data
+    view = memoryview(blob).cast("B")
+    size = _content_size(view, limit)
+    end = frame_length(view)
+    image, rest = decompress(view[:end], size), view[end:]
     if len(rest) < _HEAD.size:
         raise ImageError("metadata blob has no segment table")
     magic, length = _HEAD.unpack_from(rest)
     if magic != SKIPPABLE or _HEAD.size + length != len(rest):
         raise ImageError("metadata blob has no proper segment table frame")
-    return image, rest[_HEAD.size :]
+    return image, bytes(rest[_HEAD.size :])
+
+
+def frame_length(data: Buffer) -> int:
+    """The compressed bytes of the zstd frame that ``data`` begins with (RFC 8878, 3.1.1: header, blocks, checksum). Raises ImageError."""
+    view = memoryview(data)
+    try:
+        at = zstandard.frame_header_size(view)
+        checksum = zstandard.get_frame_parameters(view).has_checksum
+    except zstandard.ZstdError as error:
+        raise ImageError(f"bad zstd frame: {error}") from error
+    last = False
+    while not last:
+        header = int.from_bytes(view[at : at + 3], "little")
+        last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
+        at += 3 + (1 if kind == _RLE else size)
+        if at > len(view):
+            raise ImageError("zstd frame is truncated")
+    return at + (4 if checksum else 0)
+
+
+def _content_size(view: memoryview, limit: int) -> int:
+    """What a frame says it holds; ImageError if it does not say, or says more than ``limit`` or than zstd can put in so few bytes."""
+    try:
+        size = zstandard.frame_content_size(view)
+    except zstandard.ZstdError as error:
+        raise ImageError(f"bad zstd frame: {error}") from error
+    if not 0 <= size <= min(limit, len(view) * _MAX_RATIO):
+        raise ImageError(f"zstd frame says that it holds {size} bytes, the limit is {limit}")
+    return size
 
 
 class SeekTable:
@@ -81,13 +109,8 @@ class SeekTable:
         self._entries = bytearray()
         self._count = 0
 
-    def add(self, stored: int, size: int, data: Buffer) -> None:
-        """One frame: compressed size, uncompressed size, and the content its XXH64 checksum is taken of (low 32 bits)."""
-        self._entries += struct.pack("<III", stored, size, xxhash.xxh64_intdigest(data) & 0xFFFFFFFF)
-        self._count += 1
-
     def add_checksum(self, stored: int, size: int, checksum: int) -> None:
-        """As ``add`` with the low 32 bits of the content's XXH64 at hand."""
+        """One frame: compressed size, uncompressed size, and the XXH64 of the content (its low 32 bits are kept)."""
         self._entries += struct.pack("<III", stored, size, checksum & 0xFFFFFFFF)
         self._count += 1
 

@@ -13,24 +13,39 @@ import numpy as np
 from dsec_layers.digest import Buffer
 from dsec_layers.errors import ImageError
 
-__all__ = ["CHUNK", "MAX_SEGMENT", "MAX_SEGMENTS", "SEGMENT", "Table", "pack_chunks", "pack_segments", "parse_chunks", "parse_segments"]
+__all__ = [
+    "CHUNK",
+    "MAX_CHUNKS_BYTES",
+    "MAX_SEGMENT",
+    "MAX_SEGMENTS",
+    "SEGMENT",
+    "Table",
+    "pack_chunks",
+    "pack_segments",
+    "parse_chunks",
+    "parse_segments",
+]
 
 Table: TypeAlias = "np.ndarray[Any, np.dtype[np.void]]"
 
 BLOCK: Final = 4096
 MAX_SEGMENT: Final = 16 << 20
 MAX_SEGMENTS: Final = 65_535
-MAX_CHUNKS: Final = 1 << 28
+MAX_CHUNKS: Final = 1 << 24
 
 SEGMENT: Final = np.dtype([("digest", "V32"), ("size", "<u4"), ("blob", "<u4"), ("offset", "<u8"), ("stored", "<u4"), ("flags", "<u4")])
 """digest: BLAKE3 of the uncompressed segment; size: uncompressed bytes; blob: index into the manifest's segments blobs;
 offset, stored: where its zstd frame is in that blob; flags: 0. Record i is EROFS device i + 1."""
 
-CHUNK: Final = np.dtype([("digest", "V32"), ("segment", "<u4"), ("block", "<u4"), ("blocks", "<u4"), ("reserved", "<u4")])
-"""digest: BLAKE3 of the chunk's bytes (without padding); segment: index into the segment table; block, blocks: where in it. Sorted by digest."""
+CHUNK: Final = np.dtype([("digest", "V32"), ("segment", "<u4"), ("block", "<u4"), ("blocks", "<u4"), ("size", "<u4")])
+"""digest: BLAKE3 of the chunk's bytes; segment: index into the segment table; block, blocks: where in it; size: bytes of the chunk, which zeros fill up to
+``blocks`` whole blocks. Sorted by digest, each digest once."""
 
 _HEADER: Final = struct.Struct("<4sHHIQ")  # magic, version, record size, count, reserved: 20 bytes
 VERSION: Final = 1
+
+MAX_CHUNKS_BYTES: Final = _HEADER.size + MAX_CHUNKS * CHUNK.itemsize
+"""Bytes in the largest chunk table (a TiB of data in 64 KiB chunks)."""
 
 
 def pack_segments(records: Table) -> bytes:
@@ -39,9 +54,14 @@ def pack_segments(records: Table) -> bytes:
 
 
 def pack_chunks(records: Table) -> bytes:
-    """The chunk table's bytes; sorts the records by digest."""
-    order = np.argsort(records["digest"].view("S32") if len(records) else np.empty(0), kind="stable")
-    return _HEADER.pack(b"DCHK", VERSION, CHUNK.itemsize, len(records), 0) + records[order].tobytes()
+    """The chunk table's bytes: the records sorted by digest; of several with one digest only the first."""
+    keys = _keys(records)
+    order = np.lexsort(keys.T[::-1])
+    ordered = keys[order]
+    first = np.ones(len(records), bool)
+    first[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    chosen = records[order[first]]
+    return _HEADER.pack(b"DCHK", VERSION, CHUNK.itemsize, len(chosen), 0) + chosen.tobytes()
 
 
 def parse_segments(data: Buffer, blob_sizes: tuple[int, ...]) -> Table:
@@ -68,17 +88,34 @@ def parse_segments(data: Buffer, blob_sizes: tuple[int, ...]) -> Table:
     return table
 
 
-def parse_chunks(data: Buffer, segment_sizes: "np.ndarray[Any, np.dtype[np.uint32]]") -> Table:  # noqa: UP037
-    """The records of a chunk table, checked against the layer's segments. Raises ImageError."""
+def parse_chunks(data: Buffer, segments: Table) -> Table:
+    """The records of a chunk table, checked against the layer's segment table and for order. Raises ImageError."""
     table = _parse(data, b"DCHK", CHUNK, MAX_CHUNKS)
     if not len(table):
         return table
-    if (table["segment"] >= len(segment_sizes)).any():
+    if (table["segment"] >= len(segments)).any():
         raise ImageError("chunk table: a record names a segment that the layer lacks")
-    ends = table["block"].astype(np.uint64) + table["blocks"]
-    if (table["blocks"] == 0).any() or (ends * BLOCK > segment_sizes[table["segment"]]).any():
+    blocks, size = table["blocks"].astype(np.uint64), table["size"].astype(np.uint64)
+    if ((table["block"] + blocks) * BLOCK > segments["size"][table["segment"]]).any():
         raise ImageError("chunk table: a record leaves its segment")
+    if (size == 0).any() or ((size + (BLOCK - 1)) // BLOCK != blocks).any():
+        raise ImageError("chunk table: a chunk's size does not fit its number of blocks")
+    if not _ascending(_keys(table)):
+        raise ImageError("chunk table: records are not in the order of their digests, each once")
     return table
+
+
+def _keys(records: Table) -> "np.ndarray[Any, np.dtype[np.uint64]]":  # noqa: UP037
+    """The digests as rows of four integers that compare as the bytes do."""
+    return np.ascontiguousarray(records["digest"]).view(">u8").reshape(-1, 4).astype(np.uint64)
+
+
+def _ascending(keys: "np.ndarray[Any, np.dtype[np.uint64]]") -> bool:  # noqa: UP037
+    before, after = keys[:-1], keys[1:]
+    larger = np.zeros(len(before), bool)
+    for column in reversed(range(keys.shape[1])):
+        larger = (after[:, column] > before[:, column]) | ((after[:, column] == before[:, column]) & larger)
+    return bool(larger.all())
 
 
 def _parse(data: Buffer, magic: bytes, dtype: np.dtype[np.void], limit: int) -> Table:

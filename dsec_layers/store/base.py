@@ -7,8 +7,12 @@ Rules every backend keeps (tests/contract/ is their specification):
 * A blob or ref that does not exist is NotFound; any trouble in finding out is StoreError ("unknown" is never "absent").
 * ``writer`` streams a blob of unknown digest: whoever writes computes the digest (the writer does it for you) and it becomes visible at ``commit``;
   leaving the context without commit leaves nothing.
+* ``BlobInfo.modified`` is the last time somebody published or touched the blob. A collector deletes only what nobody refers to *and* nobody touched for a
+  grace period (``delete(..., older_than=...)``, one atomic step in a good backend); so whoever is about to refer to a blob that is already there
+  touches it first, and a touch that succeeds keeps the blob for the grace period.
 * A ref is ``name:tag`` -> digest. ``set_ref`` succeeds only if the ref still is ``expected`` (None: must not exist); else Conflict. ``new=None`` removes it.
-* Names are validated at the door (``check_ref``): the backends may trust them.
+* Names and digests are validated at the door (``check_ref``, ``check_digest``), in every backend: UsageError.
+* A full disk or quota is NoSpace.
 * All methods may be called from several threads, and several processes may use one store.
 
 Differences between stores are data (``Capabilities``), not subclasses to test for.
@@ -18,14 +22,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, cast
 
 from dsec_layers.digest import Buffer, Digest
 from dsec_layers.errors import UsageError
 
-__all__ = ["BlobInfo", "BlobWriter", "Capabilities", "Ref", "Store", "check_ref", "split_ref"]
+__all__ = ["BlobInfo", "BlobWriter", "Capabilities", "LocalStore", "Ref", "Store", "as_local", "check_range", "check_ref", "split_ref"]
 
 _NAME = re.compile(r"[a-z0-9]+(?:[._/-]+[a-z0-9]+)*\Z")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
@@ -34,10 +39,11 @@ MAX_NAME = 200
 
 @dataclass(frozen=True, slots=True)
 class BlobInfo:
-    """A blob in a store: its digest and its size in bytes."""
+    """A blob in a store: its digest, its size in bytes, and when it was last published or touched (seconds since 1970; not part of its identity)."""
 
     digest: Digest
     size: int
+    modified: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,8 @@ class Ref:
 class Capabilities:
     """What differs between stores.
 
-    ``connections``: useful number of parallel reads. ``read_size``: bytes below which a read costs as much as this many. ``local``: blobs are local files.
+    ``connections``: useful number of parallel reads. ``read_size``: bytes below which a read costs as much as this many.
+    ``local``: blobs are files this host can open (``as_local``).
     """
 
     connections: int = 8
@@ -67,7 +74,7 @@ class BlobWriter(Protocol):
         """Append ``data``; returns its length."""
 
     def commit(self, expected: Digest | None = None) -> BlobInfo:
-        """Make the blob durable and visible; CorruptError if its digest is not ``expected``."""
+        """Make the blob durable and visible; CorruptError (and nothing stored) if its digest is not ``expected``."""
 
     def __enter__(self) -> Self: ...
 
@@ -86,7 +93,7 @@ class Store(Protocol):
         """What this store is good at."""
 
     def stat(self, digest: Digest) -> BlobInfo:
-        """The size of a blob, or NotFound."""
+        """The size and age of a blob, or NotFound."""
 
     def read(self, digest: Digest, offset: int, length: int) -> bytes:
         """Exactly ``length`` bytes at ``offset``."""
@@ -94,11 +101,17 @@ class Store(Protocol):
     def writer(self) -> BlobWriter:
         """Start a blob."""
 
-    def delete(self, digest: Digest) -> None:
-        """Remove a blob; one that is not there is no error."""
+    def touch(self, digest: Digest) -> BlobInfo:
+        """Say that a blob is about to be referred to: its ``modified`` becomes now (or was a few minutes ago). NotFound if it is gone."""
 
-    def list(self) -> Iterator[BlobInfo]:
-        """Every blob, in no order."""
+    def suspect(self, digest: Digest) -> None:
+        """The caller found bytes of this blob wrong: drop what is cached of it, and read it elsewhere from now on if there is an elsewhere."""
+
+    def delete(self, digest: Digest, *, older_than: float | None = None) -> bool:
+        """Remove a blob, with ``older_than`` only if its ``modified`` is before that time. Whether it is gone now; one that was not there is gone."""
+
+    def list(self, prefix: str = "") -> Iterator[BlobInfo]:
+        """Every blob whose digest begins with ``prefix``, in no order. One that comes or goes meanwhile may or may not be listed."""
 
     def get_ref(self, name: str) -> Ref:
         """The ref ``name:tag``, or NotFound."""
@@ -111,6 +124,27 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Let go of connections and descriptors."""
+
+
+class LocalStore(Store, Protocol):
+    """A store whose blobs are files of this host: for zero-copy reads. Reach it by ``as_local``."""
+
+    def local_path(self, digest: Digest) -> Path:
+        """The file that is the blob, or NotFound. Only to be read."""
+
+    def open_fd(self, digest: Digest) -> int:
+        """A descriptor open for reading, which the caller closes, or NotFound. Cheaper than opening the path where opening costs."""
+
+
+def as_local(store: Store) -> LocalStore | None:
+    """``store`` if its blobs are local files, else None."""
+    return cast(LocalStore, store) if store.capabilities.local else None
+
+
+def check_range(offset: int, length: int) -> None:
+    """UsageError for a range that no blob can have."""
+    if offset < 0 or length < 0:
+        raise UsageError(f"not a range of bytes: {length} at {offset}")
 
 
 def split_ref(text: str) -> tuple[str, str]:
