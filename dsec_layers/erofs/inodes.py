@@ -79,7 +79,8 @@ def _positions(geometry: Geometry, nids: npt.NDArray[np.uint64]) -> Ints:
 
 def inode_modes(geometry: Geometry, nids: npt.NDArray[np.uint64]) -> Ints:
     """Only the modes of some inodes, which is what walking directories needs."""
-    return (geometry.words[(_positions(geometry, nids) >> 2) + 1] & 0xFFFF).astype(np.int64)
+    modes: Ints = (geometry.words[(_positions(geometry, nids) >> 2) + 1] & 0xFFFF).astype(np.int64)
+    return modes
 
 
 def decode_inodes(geometry: Geometry, nids: npt.NDArray[np.uint64]) -> InodeTable:

@@ -82,6 +82,8 @@ class Image:
         self.devices = _read_devices(self._raw, self.superblock)
         length = len(self._raw)
         bytes_ = np.frombuffer(self._raw, np.uint8)
+        # mkfs.erofs 1.5 and 1.6 record 0 blocks for a blob device: then its size is unknown, not nothing.
+        sizes = [device.blocks or fmt.MAX_BLOCKS for device in self.devices]
         reach = max([self.superblock.blocks, *(device.mapped_blkaddr + device.blocks for device in self.devices)])
         self.geometry = Geometry(
             raw=self._raw,
@@ -92,7 +94,7 @@ class Image:
             xattr_at=self.superblock.xattr_blkaddr * BLOCK,
             build_time=self.superblock.build_time,
             build_time_nsec=self.superblock.build_time_nsec,
-            device_blocks=np.array([reach, *(device.blocks for device in self.devices)], np.int64),
+            device_blocks=np.array([reach, *sizes], np.int64),
         )
 
     def scan(self) -> Scan:
