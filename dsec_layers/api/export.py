@@ -170,7 +170,8 @@ def _export_oci(session: Session, text: str, output: Path) -> int:
     blobs = work / "blobs/sha256"
     blobs.mkdir(parents=True)
     try:
-        layers, diff_ids, env, workdir, total = [], [], {}, "", 0
+        layers, diff_ids, workdir, total = [], [], "", 0
+        env: dict[str, str] = {}
         for member in members:
             config = load_config(session.store, load_layer(session.store, member))
             env |= dict(config.env or {})

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from dsec_layers.cli.console import Console
+from dsec_layers.cli.console import Console, human_bytes
 from dsec_layers.cli.settings import Settings, load_settings
 from dsec_layers.errors import DsecError
 
 if TYPE_CHECKING:
+    from dsec_layers.api.build import Built
     from dsec_layers.api.session import Session
 
-__all__ = ["REF", "App", "Command", "app_options", "pass_app"]
+__all__ = ["REF", "App", "Command", "app_options", "pass_app", "show_built"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -98,6 +99,13 @@ def app_options(function: Callable[P, R]) -> Callable[P, R]:
     ):
         function = option(function)
     return function
+
+
+def show_built(app: App, made: Built) -> None:
+    """Print what a build or an import made."""
+    app.console.out(f"{made.name}  {made.digest}")
+    image, new, same = human_bytes(made.image_bytes), human_bytes(made.stored_bytes), human_bytes(made.dedup_bytes)
+    app.console.info(f"image {image}, stored {new} new, {same} deduplicated, {made.seconds:.1f} s")
 
 
 def _app(context: click.Context) -> App:

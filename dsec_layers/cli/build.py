@@ -1,0 +1,31 @@
+"""``dsec-layers build``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from dsec_layers.cli.common import App, Command, app_options, pass_app, show_built
+from dsec_layers.cli.settings import source_date_epoch
+
+
+@click.command(
+    "build",
+    cls=Command,
+    example="dsec-layers build workspace.toml --name project:3\nSOURCE_DATE_EPOCH=0 dsec-layers build base.toml --json",
+)
+@click.argument("layerfile", type=click.Path(path_type=Path))
+@click.option("--name", metavar="NAME:TAG", help="The ref to set; default: the file's own name.")
+@click.option(
+    "--workers", type=click.IntRange(1, 256), help="Compression threads; default: one a processor. The result does not depend on it."
+)
+@click.option("--no-cache", is_flag=True, help="Run every step again, even if the step cache has its result.")
+@app_options
+@pass_app
+def command(app: App, layerfile: Path, name: str | None, workers: int | None, no_cache: bool) -> None:
+    """Build the layer that LAYERFILE (TOML, see docs/layerfile.md) describes, store it and name it."""
+    from dsec_layers.api.build import build
+
+    made = build(app.session, layerfile, name=name, workers=workers, use_cache=not no_cache, epoch=source_date_epoch())
+    app.console.result(made, lambda: show_built(app, made))

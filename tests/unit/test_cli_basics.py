@@ -1,0 +1,166 @@
+"""Settings, output forms, exit codes and help of the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import pytest
+
+from dsec_layers.cli import COMMANDS, cli, main
+from dsec_layers.cli.common import App, Command
+from dsec_layers.cli.console import Console, human_bytes, to_jsonable
+from dsec_layers.cli.settings import load_settings, source_date_epoch
+from dsec_layers.errors import NotFound, UsageError
+from dsec_layers.proc import run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def dsec(*argv: str, code: int = 0, **env: str) -> str:
+    """Run the real command line in a process of its own; its standard output."""
+    done = run([sys.executable, "-m", "dsec_layers", *argv], check=False, env={**os.environ, **env}, timeout=60)
+    assert done.code == code, done.stderr.decode()
+    return done.stdout.decode()
+
+
+def all_commands() -> list[tuple[str, click.Command]]:
+    found: list[tuple[str, click.Command]] = []
+    root = click.Context(cli, obj=App())
+    for name in COMMANDS:
+        command = cli.get_command(root, name)
+        assert command is not None
+        found.append((name, command))
+        if isinstance(command, click.Group):
+            found += [(f"{name} {child}", item) for child, item in command.commands.items()]
+    return found
+
+
+def test_settings_come_from_option_then_environment_then_file_then_default(tmp_path: Path) -> None:
+    env = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / "config")}
+    assert load_settings(None, None, env).store == str(tmp_path / ".local/share/dsec-layers/store")
+    assert load_settings(None, None, env).cache == tmp_path / ".cache/dsec-layers"
+    config = tmp_path / "config/dsec-layers/config.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text('store = "/from/file"\ndriver = "fuse"\n')
+    assert load_settings(None, None, env).store == "/from/file"
+    assert load_settings(None, None, env).driver == "fuse"
+    assert load_settings(None, None, env | {"DSEC_STORE": "/from/env"}).store == "/from/env"
+    assert load_settings("/from/option", None, env | {"DSEC_STORE": "/from/env"}).store == "/from/option"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"), [("stor = 1", "unknown key 'stor'"), ("store = 1", "must be a string"), ("store = ", "config.toml")]
+)
+def test_a_bad_config_file_is_named(tmp_path: Path, text: str, problem: str) -> None:
+    config = tmp_path / "dsec-layers/config.toml"
+    config.parent.mkdir()
+    config.write_text(text)
+    with pytest.raises(UsageError, match=problem):
+        load_settings(None, None, {"XDG_CONFIG_HOME": str(tmp_path)})
+
+
+def test_source_date_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
+    assert source_date_epoch() is None
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    assert source_date_epoch() == 1700000000
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "yesterday")
+    with pytest.raises(UsageError, match="SOURCE_DATE_EPOCH"):
+        source_date_epoch()
+
+
+def test_every_command_has_help_with_an_example() -> None:
+    for name, command in all_commands():
+        context = click.Context(command, info_name=name, obj=App())
+        text = command.get_help(context)
+        assert command.help, name
+        if not isinstance(command, click.Group):
+            assert isinstance(command, Command), name
+            assert "Example:" in text, name
+            assert "dsec-layers" in command.example, name
+
+
+def test_every_command_takes_the_global_options() -> None:
+    for name, command in all_commands():
+        if not isinstance(command, click.Group):
+            flags = {flag for parameter in command.params for flag in parameter.opts}
+            assert {"--store", "--cache", "--json", "-v", "-q"} <= flags, name
+
+
+def test_json_values() -> None:
+    @dataclass
+    class Result:
+        path: Path
+        names: tuple[bytes, ...]
+        more: dict[str, int]
+
+    assert to_jsonable(Result(Path("/x"), (b"a", b"\xff"), {"k": 1})) == {"path": "/x", "names": ["a", "\\xff"], "more": {"k": 1}}
+
+
+def test_human_bytes() -> None:
+    assert [human_bytes(n) for n in (0, 1023, 1024, 1 << 20, 5 << 40)] == ["0 B", "1023 B", "1.0 KiB", "1.0 MiB", "5.0 TiB"]
+
+
+def test_plain_progress_is_one_line_when_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console()
+    with console.task("packing") as task:
+        task.advance(2048)
+        assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err.startswith("packing: 2.0 KiB in ")
+
+
+def test_quiet_has_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(verbosity=-1)
+    with console.task("packing") as task:
+        task.advance()
+    console.info("hello")
+    assert capsys.readouterr().err == ""
+
+
+def test_an_error_is_one_line_a_hint_and_its_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["--store", str(tmp_path), "inspect", "nothing:1"])
+    assert exit_.value.code == NotFound.exit_code
+    assert "error: " in capsys.readouterr().err
+
+
+def test_json_errors(tmp_path: Path) -> None:
+    value = json.loads(dsec("--store", str(tmp_path), "--json", "inspect", "nothing:1", code=10))
+    assert value["error"] == "NotFound"
+    assert value["exit_code"] == 10
+    assert "nothing:1" in value["message"]
+    assert json.loads(dsec("inspect", "--json", code=2))["exit_code"] == 2
+
+
+def test_a_mistyped_command_gets_a_suggestion() -> None:
+    done = run([sys.executable, "-m", "dsec_layers", "impotr"], check=False)
+    assert done.code == 2
+    assert b"Did you mean 'import'?" in done.stderr
+
+
+def test_help_is_fast_and_imports_no_heavy_module() -> None:
+    done = run([sys.executable, "-X", "importtime", "-m", "dsec_layers", "--help"])
+    loaded = {line.rpartition(b"|")[2].strip().decode() for line in done.stderr.splitlines()}
+    assert not loaded & {"numpy", "rich", "zstandard", "blake3", "mfusepy", "sqlite3"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(shell: str) -> None:
+    assert "_DSEC_LAYERS_COMPLETE" in dsec("completion", shell)
+
+
+def test_completion_offers_commands() -> None:
+    words = dsec(_DSEC_LAYERS_COMPLETE="bash_complete", COMP_WORDS="dsec-layers cat", COMP_CWORD="1")
+    assert "catalog" in words
+
+
+def test_the_reference_document_is_up_to_date() -> None:
+    done = run([sys.executable, "-c", "import runpy; print(runpy.run_path('scripts/cli_reference.py')['reference'](), end='')"], cwd=ROOT)
+    assert (ROOT / "docs/cli.md").read_text() == done.stdout.decode(), "run: python scripts/cli_reference.py"
