@@ -1,0 +1,1 @@
+"""Thin shims over Linux calls that Python has no module for. No policy here."""
