@@ -1,0 +1,84 @@
+"""A tar archive, plain or compressed, as a source: a file, or any stream that is read once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from dsec_layers.builders.merge import merge_layers
+from dsec_layers.builders.sink import ContentSink
+from dsec_layers.builders.sources.base import ImageConfig
+from dsec_layers.builders.sources.inputs import Opened, Where, opened, tar_reader
+from dsec_layers.builders.sources.names import Limits, Overrides, apply_overrides, shown
+from dsec_layers.builders.sources.tar import TarReader
+from dsec_layers.erofs.tree import Tree
+from dsec_layers.errors import InputError
+from dsec_layers.progress import SILENT, Progress, Task
+
+__all__ = ["TarSource", "file_stat", "warn_of_dropped"]
+
+
+class TarSource:
+    """One tar archive. Whiteouts in it have nothing to delete and are left out."""
+
+    kind: Final = "tar"
+
+    def __init__(self, where: Where, name: str = "", *, overrides: Overrides | None = None, limits: Limits | None = None) -> None:
+        self._where = where
+        self._name = name or (str(where) if isinstance(where, Path) else "the tar stream")
+        self._overrides = overrides or Overrides()
+        self._limits = limits or Limits()
+        self._used = False
+
+    @property
+    def image_config(self) -> ImageConfig | None:
+        """A tar has none."""
+        return None
+
+    def ingest(self, sink: ContentSink, progress: Progress = SILENT) -> Tree:
+        """Read the archive: content goes to ``sink``, the tree is returned. Raises InputError or LimitError."""
+        if self._used and not isinstance(self._where, Path):
+            raise InputError(f"{self._name} was read already and cannot be read again")
+        self._used = True
+        with opened(self._where, self._name) as source, progress.task(self._name, total=source.size) as task:
+            layer = _Once(source, self._name, self._limits, task, progress)
+            tree = merge_layers([layer], sink, self._limits)
+        apply_overrides(tree, self._overrides)
+        return tree
+
+    def describe(self) -> dict[str, Any]:
+        """Kind, name and, for a file, size, time and inode."""
+        return {"kind": self.kind, "name": self._name} | ({"stat": file_stat(self._where)} if isinstance(self._where, Path) else {})
+
+
+class _Once:
+    """The only layer of a tar source."""
+
+    def __init__(self, source: Opened, name: str, limits: Limits, task: Task, progress: Progress) -> None:
+        self._source, self._name, self._limits, self._task, self._progress = source, name, limits, task, progress
+
+    @contextmanager
+    def open(self, *, again: bool = False) -> Iterator[TarReader]:
+        """Read it."""
+        advance = self._task.advance
+        with tar_reader(self._source, self._name, limits=self._limits, see_input=lambda block: advance(len(block))) as reader:
+            yield reader
+        warn_of_dropped(self._progress, self._name, reader.dropped)
+
+
+def warn_of_dropped(progress: Progress, name: str, dropped: set[bytes]) -> None:
+    """Say which extended attributes were left out, if any."""
+    if dropped:
+        listed = ", ".join(shown(item) for item in sorted(dropped)[:5]) + (", …" if len(dropped) > 5 else "")
+        progress.warning(f"{name}: attributes that no layer can carry were left out: {listed}")
+
+
+def file_stat(path: Path) -> str:
+    """Size, times and inode of a file in one string that changes when the file does, as far as stat(2) tells."""
+    try:
+        info = path.stat()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    return f"{info.st_size}:{info.st_mtime_ns}:{info.st_ctime_ns}:{info.st_dev}:{info.st_ino}"
