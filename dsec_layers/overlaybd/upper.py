@@ -1,0 +1,344 @@
+"""The writable layer: data appended to one file, what it means appended to another.
+
+This is the one module of the package that works on files, through descriptors that the caller opened and keeps.
+
+What is acknowledged is on the disk: ``flush`` first makes the data durable, then appends the index entries that name it, then makes those durable. So an
+entry in the index file never names data that could be missing, and a crash can only tear the end of the index. ``Upper.open`` drops such an end and says
+so. Nothing is ever overwritten; space comes back by punching holes where no segment reaches any more, and only after the entries that killed the old data
+are durable and the reads that could still see it are done.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from uuid import uuid4
+
+import numpy as np
+
+from dsec_layers.blocksource import FileSource
+from dsec_layers.digest import Buffer
+from dsec_layers.errors import Conflict, ImageError, LimitError, StoreError
+from dsec_layers.fsio import map_os_error, pread_exact, pwrite_all
+from dsec_layers.linux.fallocate import punch_hole
+from dsec_layers.overlaybd.commit import seal_tail
+from dsec_layers.overlaybd.layer import LsmtLayer, parse_log, read_upper_headers
+from dsec_layers.overlaybd.lsmt import ENTRY, MAX_LENGTH, NIL_UUID, SPACE, Flags, Header, encode_entries
+from dsec_layers.overlaybd.segments import MAX_SEGMENTS, SECTOR, Ints, Segments
+from dsec_layers.overlaybd.upper_index import UpperIndex, dead_blocks
+
+__all__ = ["MAX_PENDING", "Recovery", "Upper"]
+
+MAX_PENDING = 65536
+"""Index entries kept in memory between flushes; one more makes a flush."""
+
+_MAX_WRITE = 8192  # sectors in a data segment, as the official tools write them
+_BLOCK = 4096  # bytes; what the file system gives back
+_PUNCHES = 4096  # holes made by one flush, so that it does not take long; the rest waits for the next
+_NO_BLOCKS: Ints = np.empty((0, 2), np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What opening an upper found: ``entries`` good ones, and what was cut off behind them (``dropped`` whole entries, ``reason`` empty if none)."""
+
+    entries: int
+    dropped: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Grave:
+    """Dead blocks, as (first, end) rows, and the last generation of reads that may still look at them."""
+
+    generation: int
+    blocks: Ints
+
+
+class Upper:
+    """An append-mode read-write layer. Sectors in, sectors out: whole 512-byte sectors only; alignment and what lies below are the disk's affair.
+
+    Thread-safe. The process that has an upper open holds an advisory lock on its data file; it goes with the descriptor.
+    """
+
+    def __init__(self, data_fd: int, index_fd: int, header: Header, mapping: Segments, recovery: Recovery) -> None:
+        """Use ``create`` or ``open``."""
+        self.header = header
+        self.recovery = recovery
+        self._data_fd = data_fd
+        self._index_fd = index_fd
+        self._tail = os.fstat(data_fd).st_size
+        self._entries = recovery.entries
+        self._index = UpperIndex(mapping)
+        self._pending: list[tuple[int, int, int, bool]] = []
+        self._state = ""  # why nothing can be written any more
+        self._lock = threading.Lock()  # guards everything here; not held while a sync waits for the disk
+        self._flush_lock = threading.Lock()
+        self._generation = 0
+        self._readers: Counter[int] = Counter()
+        self._since = 0  # sectors written or discarded since dead blocks were last looked for
+        self._freed = _NO_BLOCKS
+        self._graves: list[_Grave] = []
+        self._punching = True
+
+    @classmethod
+    def create(
+        cls, data_fd: int, index_fd: int, virtual_size: int, *, uuid: str | None = None, parent_uuid: str = NIL_UUID, user_tag: bytes = b""
+    ) -> Upper:  # fmt: skip
+        """Make a new upper of two empty files open for reading and writing. ``virtual_size`` is in bytes, 0 for that of the layers below.
+
+        Durable when it returns, but for the files' names, which are the caller's. Raises Conflict for files that are in use or not empty.
+        """
+        with _mapped("upper"):
+            _lock_file(data_fd)
+            if os.fstat(data_fd).st_size or os.fstat(index_fd).st_size:
+                raise Conflict("a new upper needs empty files")
+            header = Header(Flags.UPPER_DATA, 0, 0, virtual_size, uuid or str(uuid4()).upper(), parent_uuid, user_tag)
+            pwrite_all(index_fd, replace(header, flags=Flags.UPPER_INDEX, index_offset=SPACE).render(), 0)
+            pwrite_all(data_fd, header.render(), 0)
+            os.fsync(index_fd)
+            os.fsync(data_fd)
+        return cls(data_fd, index_fd, header, UpperIndex().settle(), Recovery(0))
+
+    @classmethod
+    def open(cls, data_fd: int, index_fd: int, *, max_dropped: int = MAX_PENDING) -> Upper:
+        """Open the files of an upper for writing; an end of the index torn by a crash is cut off, and ``recovery`` says so.
+
+        A crash can tear no more than what one flush appends. More than ``max_dropped`` unusable entries are damage of another kind and raise ImageError,
+        as do files that are not a pair or already sealed. Raises Conflict when another process has the upper open.
+        """
+        with _mapped("upper"):
+            _lock_file(data_fd)
+            data, index = FileSource(data_fd, name="upper data"), FileSource(index_fd, name="upper index")
+            header = read_upper_headers(data, index)
+            _refuse_sealed(data, header)
+            mapping, good, reason = parse_log(index, data.size // SECTOR)
+            os.ftruncate(data_fd, -(-data.size // SECTOR) * SECTOR)
+            dropped = (index.size - SPACE) // ENTRY - good
+            if dropped > max_dropped:
+                raise ImageError(
+                    f"upper index: {reason}; {dropped} entries would be lost, more than a crash can tear",
+                    hint="raise max_dropped to salvage the rest",
+                )
+            if reason:
+                os.ftruncate(index_fd, SPACE + good * ENTRY)
+                os.fdatasync(index_fd)
+        return cls(data_fd, index_fd, header, mapping, Recovery(good, dropped, reason))
+
+    @property
+    def virtual_size(self) -> int:
+        """Bytes of the disk, 0 when the layers below say."""
+        return self.header.virtual_size
+
+    def write(self, first: int, data: Buffer) -> None:
+        """Write whole sectors from sector ``first`` on. After an error the old content stands."""
+        with self._lock, _mapped("upper data"):
+            self._check_writable()
+            at = self._tail
+            if not len(data) % _BLOCK:  # keeps whole blocks whole in the file, so that they can be given back one by one
+                at = -(-at // _BLOCK) * _BLOCK
+            pwrite_all(self._data_fd, data, at)
+            self._tail = at + len(data)
+            end = first + len(data) // SECTOR
+            self._since += end - first
+            for lba in range(first, end, _MAX_WRITE):
+                self._append(lba, min(lba + _MAX_WRITE, end), at // SECTOR + lba - first)
+            full = len(self._pending) >= MAX_PENDING
+        if full:
+            self.flush()
+
+    def discard(self, first: int, end: int) -> None:
+        """Let ``[first, end)`` read as zeros, whatever lies below."""
+        with self._lock:
+            self._check_writable()
+            place = self._tail // SECTOR
+            for lba in range(first, end, MAX_LENGTH):
+                stop = min(lba + MAX_LENGTH, end)
+                self._index.insert(lba, stop, place, True)
+                self._pending.append((lba, stop, place, True))
+            self._since += end - first
+            full = len(self._pending) >= MAX_PENDING
+        if full:
+            self.flush()
+
+    def read(self, first: int, end: int) -> list[tuple[int, int, bytes | None]]:
+        """What the upper has of ``[first, end)``, in order: (sector, end sector, data, or None for zeros). What it does not have is left out."""
+        with self._lock:
+            pieces = list(self._index.pieces(first, end))
+            if not pieces:
+                return []
+            generation = self._generation
+            self._readers[generation] += 1
+        try:
+            return self._load(pieces)
+        finally:
+            with self._lock:
+                self._readers[generation] -= 1
+                if not self._readers[generation]:
+                    del self._readers[generation]
+
+    def mapped(self, first: int, end: int, limit: int) -> list[tuple[int, int, bool]]:
+        """As ``read`` without the data, at most ``limit`` pieces: (sector, end sector, whether zeroed)."""
+        with self._lock:
+            return [(lba, stop, zeroed) for lba, stop, _, zeroed in islice(self._index.pieces(first, end), limit)]
+
+    def flush(self) -> None:
+        """Make everything that was written before durable. After a failure, other than a full disk, the upper takes no more writes: reopen it."""
+        with self._flush_lock:
+            with self._lock:
+                if self._state and self._pending:
+                    raise StoreError(f"the upper {self._state}")
+                batch, self._pending = self._pending, []
+                if batch and self._since * SECTOR >= 256 * len(self._index):
+                    self._bury()
+            if batch:
+                self._persist(batch)
+            self._reap()
+
+    def freeze(self) -> LsmtLayer:
+        """Flush, then take no more writes: the upper as a layer that can be read, stacked and committed, while the descriptors are open. Idempotent."""
+        self.flush()
+        with self._flush_lock, self._lock:
+            if self._pending:
+                raise Conflict("the upper was written to while it was being frozen")
+            self._state = self._state or "is frozen"
+            self._graves.clear()
+            return LsmtLayer(self.header, self._index.settle(), (FileSource(self._data_fd, self._tail, name="upper data"),))
+
+    def seal(self) -> LsmtLayer:
+        """Freeze, then append index and trailer to the data file, which makes it a sealed layer by itself. The index file is then of no more use.
+
+        Raises LimitError above the format's number of segments; the upper is frozen all the same.
+        """
+        layer = self.freeze()
+        tail = seal_tail(layer.segments, self.header, self._tail)
+        with _mapped("upper data"):
+            os.ftruncate(self._data_fd, self._tail)
+            pwrite_all(self._data_fd, tail, self._tail)
+            os.fsync(self._data_fd)
+        return replace(layer, header=Header.parse(tail[-SPACE:]))
+
+    def _check_writable(self) -> None:
+        if self._state:
+            raise StoreError(f"the upper {self._state}")
+
+    def _append(self, lba: int, end: int, moffset: int) -> None:
+        """Enter a data segment, as the continuation of the one before if it is."""
+        if self._pending:
+            start, stop, place, zeroed = self._pending[-1]
+            follows = stop == lba and place + stop - start == moffset and not zeroed and end - start <= _MAX_WRITE
+            if follows and self._index.extend(start, stop, end):
+                self._pending[-1] = (start, end, place, False)
+                return
+        self._index.insert(lba, end, moffset, False)
+        self._pending.append((lba, end, moffset, False))
+
+    def _load(self, pieces: list[tuple[int, int, int, bool]]) -> list[tuple[int, int, bytes | None]]:
+        loaded: list[tuple[int, int, bytes | None]] = []
+        at = 0
+        while at < len(pieces):
+            lba, end, moffset, zeroed = pieces[at]
+            at += 1
+            while (
+                at < len(pieces) and pieces[at][0] == end and pieces[at][3] == zeroed and (zeroed or pieces[at][2] == moffset + end - lba)
+            ):
+                end = pieces[at][1]
+                at += 1
+            loaded.append((lba, end, None if zeroed else self._pread(moffset, end - lba)))
+        return loaded
+
+    def _pread(self, moffset: int, sectors: int) -> bytes:
+        try:
+            return pread_exact(self._data_fd, sectors * SECTOR, moffset * SECTOR)
+        except EOFError as error:
+            raise StoreError(f"upper data: {error}") from error
+        except OSError as error:
+            raise map_os_error(error, "upper data") from error
+
+    def _persist(self, batch: list[tuple[int, int, int, bool]]) -> None:
+        """Data, then entries, each durable before the next step."""
+        rows = np.array(batch, np.int64).reshape(-1, 4)
+        zeroed = rows[:, 3].astype(np.bool_)
+        entries = encode_entries(Segments(rows[:, 0], rows[:, 1], rows[:, 2], np.zeros(len(rows), np.int16), zeroed))
+        retry = False
+        try:
+            if self._entries + len(batch) > MAX_SEGMENTS:
+                raise LimitError(f"the upper's index would have more than {MAX_SEGMENTS} entries", hint="commit it and start a new one")
+            os.fdatasync(self._data_fd)
+            retry = True
+            pwrite_all(self._index_fd, entries, SPACE + self._entries * ENTRY)
+            retry = False
+            os.fdatasync(self._index_fd)
+        except (OSError, LimitError) as error:
+            with self._lock:
+                self._pending = batch + self._pending
+                # After a failed sync the kernel may have dropped the pages and report success the next time: only a fresh start knows the truth.
+                if not retry:
+                    self._state = f"could not be flushed ({error})"
+            raise (map_os_error(error, "upper") if isinstance(error, OSError) else error) from error
+        self._entries += len(batch)
+
+    def _bury(self) -> None:
+        """Find the blocks that will be dead once the present flush is durable. Called with the lock held."""
+        mapping = self._index.settle()
+        end = self._tail // SECTOR
+        block = _BLOCK // SECTOR
+        blocks = dead_blocks(mapping, self._freed, SPACE // SECTOR, end, block)
+        self._since = 0
+        if self._punching and len(blocks):
+            self._graves.append(_Grave(self._generation, blocks))
+            self._freed = dead_blocks(mapping, _NO_BLOCKS, SPACE // SECTOR, end, block)
+            self._generation += 1
+
+    def _reap(self) -> None:
+        """Give back dead blocks that no read can see any more. Called with the flush lock held, after a good flush."""
+        budget = _PUNCHES
+        while self._graves and budget and self._punching:
+            with self._lock:
+                if not self._graves or min(self._readers, default=self._generation) <= self._graves[0].generation:
+                    return
+                grave = self._graves.pop(0)
+                now, later = grave.blocks[:budget], grave.blocks[budget:]
+                if len(later):
+                    self._graves.insert(0, replace(grave, blocks=later))
+            budget -= len(now)
+            try:
+                for first, end in now.tolist():
+                    punch_hole(self._data_fd, first * SECTOR, (end - first) * SECTOR)
+            except OSError:  # a file system without holes: the space stays taken, nothing else is lost
+                self._punching = False
+
+
+@contextmanager
+def _mapped(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise map_os_error(error, what) from error
+
+
+def _lock_file(fd: int) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise Conflict("the upper is open elsewhere") from error
+    except OSError as error:
+        if error.errno not in (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK):  # a file system without locks
+            raise
+
+
+def _refuse_sealed(data: FileSource, header: Header) -> None:
+    """Raise ImageError for an upper that was sealed in place. What a guest wrote last may look like a trailer, but has another UUID."""
+    try:
+        trailer = Header.parse(data.pread(max(0, data.size - SPACE), SPACE))
+    except ImageError:
+        return
+    if trailer.flags & Flags.SEALED and trailer.uuid.upper() == header.uuid.upper():
+        raise ImageError("the upper has been sealed: it is a read-only layer now")
