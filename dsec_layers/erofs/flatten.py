@@ -116,6 +116,8 @@ def _walk(root: Inode) -> tuple[list[bytes], list[Inode], list[int], list[int]]:
         counts.append(len(order))
         names += order
         entries += targets
+        if len(names) - 2 * len(counts) >= fmt.MAX_ENTRIES:
+            raise LimitError(f"more than {fmt.MAX_ENTRIES} names")
     return names, entries, dots, counts
 
 

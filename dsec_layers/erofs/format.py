@@ -167,6 +167,7 @@ MAX_TARGET: Final = 4095  # of a symbolic link: PATH_MAX with its NUL
 MAX_DEVICES: Final = 0xFFFF  # extra_devices, device_id
 MAX_BLOCKS: Final = 0xFFFFFFFF  # image and devices together: block addresses are 32 bit and the last one means "hole"
 MAX_DEPTH: Final = 2048  # directories below each other: PATH_MAX has no room for more names
+MAX_ENTRIES: Final = 1 << 26  # names in one image: about what a host with 32 GiB of memory can hold as a tree
 MAX_CHUNK_BITS: Final = 12 + CHUNK_FORMAT_BLKBITS_MASK
 MAX_LINKS: Final = 0xFFFFFFFF
 MAX_ROOT_NID: Final = 0xFFFF

@@ -199,8 +199,8 @@ class Image:
 
     def _shared_xattr(self, id_: int) -> tuple[Pair, int]:
         at = self.geometry.xattr_at + 4 * id_
-        window = bytes(self._raw[at : at + fmt.XATTR_ENTRY_HEADER + 0xFF + 0xFFFF + 3])
-        return decode_entry(window, 0, len(window))
+        pair, after = decode_entry(self._raw, at, len(self._raw))
+        return pair, after - at
 
     # --- single inodes -------------------------------------------------------------------------------------------------------------------------
 

@@ -70,14 +70,15 @@ def scan(geometry: Geometry, root_nid: int) -> Scan:
     frontier = np.array([root_nid], np.uint64)
     parents = frontier
     seen = {root_nid}
-    budget = geometry.length
+    budget = float(geometry.length)
+    room = fmt.MAX_ENTRIES
     dir_nids: list[Nids] = []
     parts: list[Entries] = []
     while len(frontier):
         if len(dir_nids) > fmt.MAX_DEPTH:
             raise ImageError(f"directories nested deeper than {fmt.MAX_DEPTH}")
         table = decode_inodes(geometry, frontier)
-        budget -= int(table.size.sum()) if table.size.max() <= budget else budget + 1
+        budget -= float(table.size.sum(dtype=np.float64))
         if budget < 0:
             raise ImageError("directories larger together than the image")
         entries, types = read_directories(geometry, table, parents)
@@ -86,6 +87,9 @@ def scan(geometry: Geometry, root_nid: int) -> Scan:
         if wrong.any():
             raise ImageError(f"inode {entries.nid[np.flatnonzero(wrong)[0]]}: another file type than its directory entry says")
         below = (modes & 0o170000) == stat.S_IFDIR
+        room -= len(entries.names)
+        if room < 0:
+            raise ImageError(f"more than {fmt.MAX_ENTRIES} names")
         dir_nids.append(frontier)
         parts.append(entries)
         parents = np.repeat(frontier, np.diff(entries.first))[below]
@@ -121,7 +125,7 @@ def _check_whole(geometry: Geometry, found: Scan) -> None:
     table = found.inodes
     small = np.where(table.size < BLOCK, np.where(table.whole > 0, table.size, 0), 0)
     claimed = (table.body_at - table.pos) + table.inline + table.chunks * table.unit + small
-    if int(claimed.sum()) > geometry.length:
+    if claimed.sum(dtype=np.float64) > geometry.length:
         raise ImageError("inodes that overlap: together they claim more than the image holds")
     whiteout = ((table.mode & 0o170000) == stat.S_IFCHR) & (table.i_u == 0)
     found.refuse(whiteout & ((table.nlink > 1) | (found.links > 1)), "a whiteout with more than one link")

@@ -64,28 +64,34 @@ class Tree:
 
     def walk(self) -> Iterator[tuple[bytes, Inode]]:
         """Every (path, inode), parents first, names in byte order; the root's path is empty. A hard link is met under each of its names."""
-        stack: list[tuple[bytes, Inode]] = [(b"", self.root)]
-        while stack:
-            path, inode = stack.pop()
-            yield path, inode
-            if inode.children:
-                prefix = path + b"/" if path else b""
-                stack.extend((prefix + name, inode.children[name]) for name in sorted(inode.children, reverse=True))
+        return _walk(self.root)
+
+
+def _walk(root: Inode) -> Iterator[tuple[bytes, Inode]]:
+    """Depth first. Paths are made when they are yielded, so that a deep and wide tree does not keep a million long paths at once.
+
+    A directory is entered once, so that this ends on a tree that is none.
+    """
+    yield b"", root
+    stack = [(b"", root, iter(sorted(root.children or ())))]
+    entered = {id(root)}
+    while stack:
+        path, directory, names = stack[-1]
+        for name in names:
+            inode = (directory.children or {})[name]
+            below = path + b"/" + name if path else name
+            yield below, inode
+            if inode.children is not None and id(inode) not in entered:
+                entered.add(id(inode))
+                stack.append((below, inode, iter(sorted(inode.children))))
+                break
+        else:
+            stack.pop()
 
 
 def find_path(root: Inode, inode: Inode) -> bytes:
-    """The first path under which ``inode`` is found below ``root``: for messages, so slow but safe on a tree with cycles."""
-    stack: list[tuple[bytes, Inode]] = [(b"", root)]
-    seen: set[int] = set()
-    while stack:
-        path, here = stack.pop()
-        if here is inode:
-            return path
-        if here.children is not None and id(here) not in seen:
-            seen.add(id(here))
-            prefix = path + b"/" if path else b""
-            stack.extend((prefix + name, here.children[name]) for name in sorted(here.children, reverse=True))
-    return b"?"
+    """The first path under which ``inode`` is found below ``root``: for messages, so slow."""
+    return next((path for path, here in _walk(root) if here is inode), b"?")
 
 
 def show_path(path: bytes) -> str:

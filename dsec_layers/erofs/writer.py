@@ -216,14 +216,25 @@ def _cut(ends: Ints) -> Ints:
 
 
 def _place(head: Ints, indexes: Ints, tail: Ints, start: int) -> tuple[Ints, int]:
-    """Where each inode starts, in order, and where the last one ends. Inodes start at multiples of 32; a tail does not cross a block."""
+    """Where each inode starts, and where the last one ends. Inodes start at multiples of 32; a tail does not cross a block.
+
+    In order, but for the gap that a tail leaves when it has to move on to the next block: following inodes that fit it are put there.
+    """
     places = []
     at = start
+    gap = gap_end = 0
     for before, inline, whole in zip(head.tolist(), tail.tolist(), (head + indexes + tail + 31 & ~31).tolist(), strict=True):
+        if whole <= gap_end - gap:
+            places.append(gap)
+            gap += whole
+            continue
         if inline:
             offset = at + before & 4095
             if offset + inline > BLOCK:
-                at += BLOCK - offset + 31 & ~31
+                moved = at + (BLOCK - offset + 31 & ~31)
+                if moved - at > gap_end - gap and at // BLOCK == (moved - 1) // BLOCK:
+                    gap, gap_end = at, moved
+                at = moved
         places.append(at)
         at += whole
     return np.array(places, np.int64), at
@@ -254,7 +265,7 @@ def _render_inodes(image: bytearray, flat: Flat, layout: _Layout) -> None:
         if not short:
             rows["i_mtime"] = flat.mtime[at]
             rows["i_mtime_nsec"] = flat.mtime_ns[at]
-        halves = rows.view("V32").reshape(len(at), -1)
+        halves = rows.view("V32").reshape(len(at), dtype.itemsize >> fmt.ISLOT_BITS)
         for half in range(halves.shape[1]):
             slots[(layout.pos[at] >> fmt.ISLOT_BITS) + half] = halves[:, half]
 

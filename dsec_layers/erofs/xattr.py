@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from dsec_layers.digest import Buffer
 from dsec_layers.erofs import format as fmt
 from dsec_layers.erofs.tree import Inode
 from dsec_layers.errors import ImageError, LimitError
@@ -111,7 +112,7 @@ def _area(
     return bytes(area)
 
 
-def decode_entry(data: bytes, at: int, end: int) -> tuple[Pair, int]:
+def decode_entry(data: Buffer, at: int, end: int) -> tuple[Pair, int]:
     """The attribute at ``at`` and where the next one starts. ``end`` bounds both. Raises ImageError without saying where."""
     if end - at < fmt.XATTR_ENTRY_HEADER:
         raise ImageError("an extended attribute does not fit its area")
