@@ -68,10 +68,13 @@ def _number(text: str, user: str) -> int:
 def _read(root: int, path: str) -> str:
     """A file of the environment, "" if there is none or it is no regular file."""
     try:
-        fd = open_in_root(root, path, os.O_RDONLY)
+        fd = open_in_root(root, path)
     except OSError:
         return ""
-    with open(fd, "rb") as stream:
+    try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             return ""
-        return stream.read(_MAX_FILE).decode(errors="replace")
+        with open(f"/proc/self/fd/{fd}", "rb") as stream:
+            return stream.read(_MAX_FILE).decode(errors="replace")
+    finally:
+        os.close(fd)

@@ -28,6 +28,7 @@ from typing import Any, Final, Self
 
 from dsec_layers import proc
 from dsec_layers.errors import HostError, ToolError, UsageError
+from dsec_layers.linux.mount import mount_overlay, umount
 from dsec_layers.progress import SILENT, Progress
 from dsec_layers.sandbox.account import find_identity
 from dsec_layers.sandbox.cgroups import OomWatch, group_path, read_cgroup_mounts
@@ -39,11 +40,18 @@ from dsec_layers.sandbox.signals import deliver, forwarding
 from dsec_layers.sandbox.spec import Bind, RunSpec
 from dsec_layers.sandbox.state import make_place, remove_place, remove_tree, sweep
 from dsec_layers.sandbox.stdio import Streams
-from dsec_layers.sandbox.syscalls import MNT_DETACH, mount_overlay, private_namespaces, umount
+from dsec_layers.sandbox.syscalls import private_namespaces
 
 __all__ = ["Outcome", "Sandbox", "run"]
 
 _SYSTEM: Final = tuple(Wanted(path, directory=True) for path in ("/proc", "/sys", "/dev"))
+
+_OVERLAY: Final[dict[str, str | None]] = {
+    # The writable layer is to be a plain difference that any overlay understands: no redirects, no metadata-only copies, no index of hard links.
+    **dict.fromkeys(("redirect_dir", "metacopy", "index", "nfs_export"), "off"),
+    # What a sandbox writes need not survive a crash of the host: fsync inside, and the sync at unmount, cost nothing.
+    "volatile": None,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +133,7 @@ class Sandbox:
         self._spawned = threading.Event()
         self._process: proc.Process | None = None
         self._thread: threading.Thread | None = None
+        self._watch: OomWatch | None = None
         self._error: BaseException | None = None
         self._ended_by = 0
         self._cleanup = ExitStack()
@@ -141,8 +150,8 @@ class Sandbox:
             self._make_layer(stack)
             self._streams = self._open_streams()
             stack.callback(self._streams.finish)
-            self._watch = OomWatch(self._cgroups, self._place.identifier) if self._spec.memory is not None else None
-            if self._watch is not None:
+            if self._spec.memory is not None:
+                self._watch = OomWatch(self._cgroups, self._place.identifier, self._spec.memory)
                 stack.callback(self._watch.close)
             if self._spec.tty:
                 stack.callback(_restore_terminal, self._stdio[0], termios.tcgetattr(self._stdio[0]))
@@ -237,7 +246,7 @@ class Sandbox:
         try:
             with private_namespaces():
                 if runtime.hide_unified and self._cgroups.hybrid is not None:
-                    umount(str(self._cgroups.hybrid), MNT_DETACH)
+                    umount(self._cgroups.hybrid, lazy=True)
                 bundle = self._prepare(self._place.path / "merged")
                 self._execute(
                     runtime.command(self._place.identifier, root=self._place.path / "runtime", bundle=bundle, log=self._place.path / "log")
@@ -265,26 +274,28 @@ class Sandbox:
 
     def _prepare(self, merged: Path) -> Path:
         """Mount the environment, and write the bundle that describes the sandbox; returns its directory."""
-        bundle = self._place.path / "bundle"
-        for path in (merged, bundle):
+        bundle, empty, helper = (self._place.path / name for name in ("bundle", "empty", "mountpoints"))
+        for path in (merged, bundle, empty, helper):
             path.mkdir()
         loan = lend(bundle, self._spec.network, self._spec.hostname, self._environ)
         wanted = [*_SYSTEM, *loan.wanted, *(Wanted(bind.target, bind.source.is_dir()) for bind in self._spec.binds)]
-        self._mount(merged, self._lower)
-        places = plan(merged, wanted)
-        if places.missing:
-            helper = self._place.path / "mountpoints"
-            helper.mkdir()
+        # First without the writable layer, to see what the environment is like. (Such an overlay needs at least two layers.)
+        mount_overlay(merged, [empty, *self._lower])
+        try:
+            identity = find_identity(merged, self._spec.user)
+            places = plan(merged, wanted)
             write_helper(merged, helper, places.missing)
-            umount(str(merged))
-            self._mount(merged, [helper, *self._lower])
+        finally:
+            # Lazily: a process started meanwhile by another thread may hold a copy of our descriptors until it has executed.
+            umount(merged, lazy=True)
+        self._mount(merged, [helper, *self._lower] if places.missing else self._lower)
         mounts = [*loan.binds, *(Mountpoint(str(bind.source), bind.target, bind.read_only) for bind in self._spec.binds)]
         config = oci_config(
             self._spec,
             rootfs=str(merged),
             cgroup=group_path(self._place.identifier),
             machine=os.uname().machine,
-            identity=find_identity(merged, self._spec.user),
+            identity=identity,
             binds=[replace(mount, target=places.resolved[mount.target]) for mount in mounts],
             host_env={**loan.env, **({"TERM": self._environ["TERM"]} if self._spec.tty and "TERM" in self._environ else {})},
             swap=self._cgroups.limits_swap(),
@@ -294,15 +305,13 @@ class Sandbox:
         return bundle
 
     def _mount(self, merged: Path, lower: Sequence[Path]) -> None:
-        # A volatile overlay marks its work directory so that no second mount can use it: each gets its own.
-        work = self._work / os.urandom(4).hex()
-        work.mkdir(parents=True)
+        self._work.mkdir()
         try:
-            mount_overlay(merged, lower, self._layer, work)
-        except OSError as error:
+            mount_overlay(merged, lower, upper=self._layer, work=self._work, options=_OVERLAY)
+        except HostError as error:
             raise HostError(
-                f"cannot mount the environment with the writable layer {self._layer}: {error.strerror}",
-                hint="the state directory must be on a local file system such as ext4, xfs or tmpfs, and not on an overlay",
+                error.message,
+                hint=error.hint or "the state directory must be on a local file system such as ext4, xfs or tmpfs, and not on an overlay",
             ) from error
 
 

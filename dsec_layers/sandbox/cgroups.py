@@ -21,6 +21,7 @@ __all__ = ["CgroupHost", "OomWatch", "group_path", "read_cgroup_mounts"]
 
 _PREFIX: Final = "dsec-layers-"
 _END_WAIT: Final = 10.0
+_PAGE: Final = 4096
 
 
 def group_path(identifier: str) -> str:
@@ -79,9 +80,9 @@ class CgroupHost:
 
 
 class OomWatch:
-    """Tells afterwards whether the kernel killed something because the sandbox's memory limit was reached."""
+    """Tells afterwards whether the kernel killed something because the sandbox's memory limit of ``limit`` bytes was reached. Make it before the runtime starts."""
 
-    def __init__(self, host: CgroupHost, identifier: str) -> None:
+    def __init__(self, host: CgroupHost, identifier: str, limit: int) -> None:
         self._events: Path | None = None
         self._fd = -1
         memory = host.v1.get("memory")
@@ -89,31 +90,27 @@ class OomWatch:
             # v2 counts a group's events in its parents too, so that our own group still knows when the runtime has removed its box.
             self._events = host.v2 / f"{_PREFIX}{identifier}" / "memory.events" if host.v2 else None
             return
-        # v1 counts locally only; but an eventfd outlives the group it was registered with.
-        box = memory / group_path(identifier)[1:]
-        box.mkdir(parents=True)
+        # v1 tells only the group that ran out. One page less than the box makes that always ours; the box keeps the number programs inside look at.
+        group = memory / f"{_PREFIX}{identifier}"
+        group.mkdir()
+        for name in ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"):
+            if (group / name).exists():
+                (group / name).write_text(str(limit - _PAGE))
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        control = os.open(box / "memory.oom_control", os.O_RDONLY | os.O_CLOEXEC)
+        control = os.open(group / "memory.oom_control", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            (box / "cgroup.event_control").write_text(f"{self._fd} {control}")
+            (group / "cgroup.event_control").write_text(f"{self._fd} {control}")
         finally:
             os.close(control)
-        self._box = box
 
     def happened(self) -> bool:
-        """Whether memory ran out. Call once, after the end and before the groups are removed."""
-        if self._fd >= 0:
-            try:
-                count = os.eventfd_read(self._fd)
-            except BlockingIOError:
-                count = 0
-            # The removal of a group notifies every listener once (memcg_event_remove in mm/memcontrol-v1.c).
-            return count > (0 if self._box.exists() else 1)
-        if self._events is None:
-            return False
+        """Whether memory ran out. Call after the end and before the groups are removed."""
         with suppress(OSError):
-            fields = dict(line.split() for line in self._events.read_text().splitlines())
-            return int(fields.get("oom_kill", "0")) > 0
+            if self._fd >= 0:
+                return os.eventfd_read(self._fd) > 0
+            if self._events is not None:
+                fields = dict(line.split() for line in self._events.read_text().splitlines())
+                return int(fields.get("oom_kill", "0")) > 0
         return False
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ def write_helper(root: Path, helper: Path, missing: dict[str, bool]) -> None:
             if path in missing:
                 os.utime(_inside(helper, path), ns=(0, 0))
             else:
-                with _opened(fd, path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW) as found:
+                with _opened(fd, path, os.O_DIRECTORY | os.O_NOFOLLOW) as found:
                     copy_attributes(Path(f"/proc/self/fd/{found}"), _inside(helper, path))
     finally:
         os.close(fd)
@@ -100,7 +100,7 @@ def _directory(fd: int, root: Path, path: str, result: Plan) -> str:
     if path == "/":
         return path
     try:
-        with _opened(fd, path, os.O_PATH | os.O_DIRECTORY) as found:
+        with _opened(fd, path, os.O_DIRECTORY) as found:
             inside = str(Path(f"/proc/self/fd/{found}").readlink())
     except OSError as error:
         if error.errno not in _NOT_THERE:
@@ -120,7 +120,7 @@ def _directory(fd: int, root: Path, path: str, result: Plan) -> str:
 def _is(fd: int, path: str, directory: bool) -> bool:
     """Whether ``path``, whose parent is a real directory, is of the wanted type itself: a link to one is not."""
     try:
-        with _opened(fd, path, os.O_PATH | os.O_NOFOLLOW) as found:
+        with _opened(fd, path, os.O_NOFOLLOW) as found:
             mode = os.fstat(found).st_mode
     except OSError as error:
         if error.errno not in _NOT_THERE:

@@ -15,6 +15,7 @@ from typing import Any, Final
 from dsec_layers import proc
 from dsec_layers.errors import DsecError, HostError, ToolError
 from dsec_layers.fsio import write_atomic
+from dsec_layers.linux.process import boot_id
 from dsec_layers.sandbox.cgroups import CgroupHost
 
 __all__ = ["Failure", "Runtime", "choose_runtime", "read_failure"]
@@ -137,5 +138,4 @@ class _Cache:
 
     def _key(self, runtime: Runtime) -> dict[str, Any]:
         status = Path(runtime.path).stat()
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return {"boot": boot, "path": runtime.path, "hide": runtime.hide_unified, "size": status.st_size, "mtime": status.st_mtime_ns}
+        return {"boot": boot_id(), "path": runtime.path, "hide": runtime.hide_unified, "size": status.st_size, "mtime": status.st_mtime_ns}
