@@ -32,7 +32,8 @@ from dsec_layers.errors import UsageError
 
 __all__ = ["BlobInfo", "BlobWriter", "Capabilities", "LocalStore", "Ref", "Store", "as_local", "check_range", "check_ref", "split_ref"]
 
-_NAME = re.compile(r"[a-z0-9]+(?:[._/-]+[a-z0-9]+)*\Z")
+_PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
+_NAME = re.compile(rf"{_PART}(?:/{_PART})*\Z")  # as OCI distribution names repositories
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
 MAX_NAME = 200
 

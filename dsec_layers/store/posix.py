@@ -4,7 +4,7 @@
     blobs/sha256/ab/<64 hex>        a blob; complete and durable before it has this name
     refs/<name>/<tag>/<number>      store/posix_refs.py
     tmp/<random>                    being written; swept when a day old
-    trash/<hex>.<cutoff>.<time>     removed where open files do not outlive their name (3FS); emptied after some hours
+    trash/ab/<hex>.<cutoff>.<time>  on its way out; stays some hours where an open file does not outlive its last name (3FS)
 
 Only what POSIX and 3FS both promise is used: O_EXCL, write, fsync, link(2) that fails when the name exists, rename(2) without flags, utimensat(2).
 No locks, xattrs, fallocate, SEEK_HOLE, O_APPEND, shared memory, no time stamps finer than seconds, and no fsync of directories where they are refused.
@@ -17,15 +17,15 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Final, Self
-from urllib.parse import parse_qs, quote, unquote, urlsplit
+from typing import BinaryIO, Final, Self, TypeVar
+from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 
 from dsec_layers.digest import Buffer, Digest, check_digest
-from dsec_layers.errors import CorruptError, DsecError, NotFound, StoreError, UsageError
+from dsec_layers.errors import CorruptError, NotFound, StoreError, UsageError
 from dsec_layers.fsio import fsync_directory, map_os_error, pread_exact, write_atomic
 from dsec_layers.store.base import BlobInfo, BlobWriter, Capabilities, Ref, Store, check_range
 from dsec_layers.store.descriptors import Descriptors
@@ -40,6 +40,7 @@ _HEX: Final = re.compile(r"[0-9a-f]{64}\Z")
 _SHARD: Final = re.compile(r"[0-9a-f]{2}\Z")
 _TRASHED: Final = re.compile(r"([0-9a-f]{64})\.([0-9]{1,19})\.([0-9]{1,19})\Z")
 _NEVER: Final = 2**63 - 1
+_T = TypeVar("_T")
 _BUFFER: Final = 1 << 20
 
 TEMPORARY_AGE: Final = 24 * 3600.0
@@ -67,7 +68,7 @@ def open_url(url: str, *, create: bool = True) -> Store:
 
 
 def is_3fs(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> bool:
-    """Whether ``path`` is on a 3FS mount. Looks only at the mount table: touching a dead mount may hang."""
+    """Whether ``path`` (absolute, without symbolic links) is on a 3FS mount, by the mount table alone."""
     best, kind = "", ""
     for line in mountinfo.read_bytes().decode(errors="surrogateescape").splitlines():
         left, _, right = line.partition(" - ")
@@ -86,9 +87,11 @@ class PosixStore:
     """
 
     def __init__(self, root: Path, *, create: bool = True, patience: float | None = None, keep_removed: float | None = None) -> None:
-        self.root = Path(os.path.abspath(root))  # noqa: PTH100  (resolve() would touch the mount)
-        shared = is_3fs(self.root)
-        self.url = f"file://{quote(str(self.root))}"
+        self.root = root.absolute()
+        shared = is_3fs(root.resolve())
+        options = {"patience": patience, "keep-removed": keep_removed}
+        query = urlencode({key: f"{value:g}" for key, value in options.items() if value is not None})
+        self.url = f"file://{quote(str(self.root))}" + (f"?{query}" if query else "")
         self.capabilities = Capabilities(connections=16 if shared else 4, read_size=(1 << 20) if shared else (64 << 10), local=True)
         self._patience = patience if patience is not None else (PATIENCE_3FS if shared else 0.0)
         self._keep_removed = keep_removed if keep_removed is not None else (TRASH_AGE if shared else 0.0)
@@ -106,10 +109,7 @@ class PosixStore:
         """The size and age of a blob, or NotFound."""
         path = self._path(digest)
         with self.mapped(f"stat {digest}"):
-            try:
-                return _info(digest, path.stat())
-            except FileNotFoundError:
-                raise self._absent(digest) from None
+            return _info(digest, self._found(digest, path.stat))
 
     def read(self, digest: Digest, offset: int, length: int) -> bytes:
         """Exactly ``length`` bytes at ``offset``."""
@@ -131,18 +131,18 @@ class PosixStore:
         with self.mapped("start a blob"):
             if not self._swept:
                 self._swept = True
-                self.housekeep()
+                try:
+                    self.housekeep()
+                except PermissionError:
+                    pass  # another user's leftovers are that user's
             return _PosixWriter(self)
 
     def touch(self, digest: Digest) -> BlobInfo:
         """Make ``modified`` now, or NotFound."""
         path = self._path(digest)
         with self.mapped(f"touch {digest}"):
-            try:
-                os.utime(path)
-                return _info(digest, path.stat())
-            except FileNotFoundError:
-                raise self._absent(digest) from None
+            self._found(digest, lambda: os.utime(path))
+            return _info(digest, self._found(digest, path.stat))
 
     def suspect(self, digest: Digest) -> None:
         """Open the blob's file anew at the next read: on 3FS an old descriptor of a replaced file reads as zeros."""
@@ -169,8 +169,8 @@ class PosixStore:
             wanted = prefix.removeprefix("sha256:") if len(prefix) > 7 else ""
             if not f"sha256:{wanted}".startswith(prefix):
                 return
-            for shard in self._blobs.iterdir():
-                if _SHARD.match(shard.name) and shard.name.startswith(wanted[:2]):
+            for shard in _shards(self._blobs):
+                if shard.name.startswith(wanted[:2]):
                     for path, found in _files(shard, _HEX):
                         if path.name.startswith(wanted):
                             yield _info(f"sha256:{path.name}", found)
@@ -208,8 +208,9 @@ class PosixStore:
         for path, found in _files(self.root / "tmp"):
             if now - found.st_mtime_ns > TEMPORARY_AGE * 1e9:
                 path.unlink(missing_ok=True)
-        for path, _ in _files(self.root / "trash", _TRASHED):
-            self._settle(path, now)
+        for shard in _shards(self.root / "trash"):
+            for path, _ in _files(shard, _TRASHED):
+                self._settle(path, now)
 
     @contextmanager
     def mapped(self, what: str) -> Iterator[None]:
@@ -269,22 +270,29 @@ class PosixStore:
             (self.root / name).mkdir(parents=True, exist_ok=True)
         write_atomic(self.root / MARKER, _CONTENT)
 
-    def _absent(self, digest: Digest) -> DsecError:
-        self._check_root(False)
-        return NotFound(f"no blob {digest} in {self.url}")
+    def _found(self, digest: Digest, call: Callable[[], _T]) -> _T:
+        """``call``, which works on the blob's file. Once more if the blob was in the trash by mistake, NotFound if it is gone."""
+        try:
+            return call()
+        except FileNotFoundError:
+            self._check_root(False)
+            if not self._rescue(digest):
+                raise NotFound(f"no blob {digest} in {self.url}") from None
+        return call()
 
     def _path(self, digest: Digest) -> Path:
         name = check_digest(digest)[7:]
         return self._blobs / name[:2] / name
 
     def _open(self, digest: str) -> int:
+        path = self._path(digest)
         deadline = time.monotonic() + self._patience
         while True:
             try:
-                return os.open(self._path(digest), os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
+                return self._found(digest, lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            except NotFound:
                 if time.monotonic() >= deadline:
-                    raise self._absent(digest) from None
+                    raise
             time.sleep(min(0.25, self._patience / 8))
 
     def _read(self, digest: Digest, offset: int, length: int) -> bytes:
@@ -294,10 +302,16 @@ class PosixStore:
     def _discard(self, path: Path, older_than: float | None) -> bool:
         """Rename into the trash, then settle. Whether the blob was put back."""
         cutoff = _NEVER if older_than is None else int(older_than * 1e9)
-        trashed = self.root / "trash" / f"{path.name}.{cutoff}.{time.time_ns()}"
-        trashed.parent.mkdir(exist_ok=True)
+        trashed = self.root / "trash" / path.name[:2] / f"{path.name}.{cutoff}.{time.time_ns()}"
+        trashed.parent.mkdir(parents=True, exist_ok=True)
         path.rename(trashed)
         return self._settle(trashed, time.time_ns())
+
+    def _rescue(self, digest: Digest) -> bool:
+        """Put a blob back that was touched while somebody deleted it: who deletes may be killed, or see the touch late (3FS caches attributes for 30 s)."""
+        name = digest[7:]
+        entries = [path for path, _ in _files(self.root / "trash" / name[:2], _TRASHED) if path.name.startswith(name)]
+        return any(self._settle(path, 0) for path in entries)
 
     def _settle(self, trashed: Path, now: int) -> bool:
         """Put a trashed blob back if it was touched after the cutoff in its name, else remove it once it has been there long enough. Whether put back."""
@@ -369,6 +383,10 @@ def _create(path: Path) -> BinaryIO:
 
 def _info(digest: Digest, found: os.stat_result) -> BlobInfo:
     return BlobInfo(digest, found.st_size, found.st_mtime)
+
+
+def _shards(directory: Path) -> list[Path]:
+    return [path for path in directory.iterdir() if _SHARD.match(path.name)]
 
 
 def _files(directory: Path, pattern: re.Pattern[str] | None = None) -> Iterator[tuple[Path, os.stat_result]]:

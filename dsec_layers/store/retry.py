@@ -17,10 +17,13 @@ from dsec_layers.store.wrapper import Wrapper
 __all__ = ["RetryStore"]
 
 _T = TypeVar("_T")
+_CORRUPT_TRIES = 3
+"""Wrong bytes may come from a connection or a cache on the way; more often than this they come from the store."""
 
 
 class RetryStore(Wrapper):
     """Repeats calls that failed with StoreError or CorruptError until ``deadline`` seconds have passed since the first try; then the last error counts.
+    CorruptError counts at the third time.
 
     Between tries it waits ``first`` seconds, doubling up to ``longest``, each wait shortened by a random part of up to a half so that
     many readers do not come back at once. NotFound, Conflict, NoSpace and UsageError are answers and pass at once. A blob being written is not repeated (its
@@ -101,11 +104,14 @@ class RetryStore(Wrapper):
 
     def _retry(self, call: Callable[[], _T]) -> _T:
         end = time.monotonic() + self._deadline
-        wait = self._first
+        wait, corrupt = self._first, 0
         while True:
             try:
                 return call()
             except (StoreError, CorruptError) as error:
+                corrupt += isinstance(error, CorruptError)
+                if corrupt == _CORRUPT_TRIES:
+                    raise
                 pause = wait * random.uniform(0.5, 1.0)
                 if time.monotonic() + pause > end or self._stopping.wait(pause):
                     raise

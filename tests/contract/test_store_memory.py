@@ -1,0 +1,25 @@
+"""The memory store keeps the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from dsec_layers.store.base import Store
+from dsec_layers.store.memory import MemoryStore
+from dsec_layers.store.open import open_store
+from tests.contract.suite import StoreContract
+
+
+class TestMemory(StoreContract):
+    persistent = False
+
+    @pytest.fixture
+    def store(self) -> Iterator[Store]:
+        yield MemoryStore()
+
+
+def test_a_named_store_is_one_in_the_process() -> None:
+    assert open_store("mem://named-once") is open_store("mem://named-once")
+    assert open_store("mem://") is not open_store("mem://")
