@@ -45,6 +45,7 @@ __all__ = [
     "load_layer",
     "load_metadata",
     "load_object",
+    "peek",
     "publish_config",
     "publish_object",
     "put_blob",
@@ -190,18 +191,23 @@ def resolve(store: Store, text: str) -> tuple[Digest, Layer | Environment]:
 
 def find_objects(store: Store, prefix: str = "") -> Iterator[tuple[BlobInfo, Layer | Environment]]:
     """Every manifest in the store, referred to or not, whose digest begins with ``prefix``. Reads the first bytes of each small blob."""
-
-    def look(info: BlobInfo) -> Layer | Environment | None:
-        try:
-            if not 2 <= info.size <= MAX_JSON or store.read(info.digest, 0, 1) != b"{":
-                return None
-            return parse_object(read_blob(store, info.digest, limit=MAX_JSON, size=info.size))
-        except (InputError, CorruptError, NotFound):  # another JSON blob; a manifest that is damaged is none; gone meanwhile
-            return None
-
     with ThreadPoolExecutor(store.capabilities.connections) as pool:
         for batch in _batches(store.list(prefix), 1024):
-            yield from ((info, value) for info, value in zip(batch, pool.map(look, batch), strict=True) if value is not None)
+            yield from (
+                (info, value)
+                for info, value in zip(batch, pool.map(lambda info: peek(store, info), batch), strict=True)
+                if value is not None
+            )
+
+
+def peek(store: Store, info: BlobInfo) -> Layer | Environment | None:
+    """The manifest that a blob is; None if it is something else, damaged, or gone. Reads the first byte, and the rest of what may be one."""
+    try:
+        if not 2 <= info.size <= MAX_JSON or store.read(info.digest, 0, 1) != b"{":
+            return None
+        return parse_object(read_blob(store, info.digest, limit=MAX_JSON, size=info.size))
+    except (InputError, CorruptError, NotFound):
+        return None
 
 
 def _by_prefix(store: Store, digits: str) -> tuple[Digest, Layer | Environment]:
