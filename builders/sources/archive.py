@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,14 +11,14 @@ from typing import Any, Final
 from dsec_layers.builders.merge import merge_layers
 from dsec_layers.builders.sink import ContentSink
 from dsec_layers.builders.sources.base import ImageConfig
-from dsec_layers.builders.sources.inputs import Opened, Where, opened, tar_reader
+from dsec_layers.builders.sources.inputs import Held, Opened, Where, opened, tar_reader
 from dsec_layers.builders.sources.names import Limits, Overrides, apply_overrides, shown
 from dsec_layers.builders.sources.tar import TarReader
 from dsec_layers.erofs.tree import Tree
 from dsec_layers.errors import InputError
 from dsec_layers.progress import SILENT, Progress, Task
 
-__all__ = ["TarSource", "file_stat", "warn_of_dropped"]
+__all__ = ["TarSource", "file_stat", "warn_of_oddities"]
 
 
 class TarSource:
@@ -39,10 +40,10 @@ class TarSource:
 
     def ingest(self, sink: ContentSink, progress: Progress = SILENT) -> Tree:
         """Read the archive: content goes to ``sink``, the tree is returned. Raises InputError or LimitError."""
-        if self._used and not isinstance(self._where, Path):
+        if self._used:
             raise InputError(f"{self._name} was read already and cannot be read again")
-        self._used = True
         with opened(self._where, self._name) as source, progress.task(self._name, total=source.size) as task:
+            self._used = source.size is None
             layer = _Once(source, self._name, self._limits, task, progress)
             tree = merge_layers([layer], sink, self._limits)
         apply_overrides(tree, self._overrides)
@@ -50,7 +51,10 @@ class TarSource:
 
     def describe(self) -> dict[str, Any]:
         """Kind, name and, for a file, size, time and inode."""
-        return {"kind": self.kind, "name": self._name} | ({"stat": file_stat(self._where)} if isinstance(self._where, Path) else {})
+        about = {"kind": self.kind, "name": self._name}
+        if isinstance(self._where, Path | Held):
+            about["stat"] = file_stat(self._where)
+        return about
 
 
 class _Once:
@@ -62,23 +66,26 @@ class _Once:
     @contextmanager
     def open(self, *, again: bool = False) -> Iterator[TarReader]:
         """Read it."""
-        advance = self._task.advance
-        with tar_reader(self._source, self._name, limits=self._limits, see_input=lambda block: advance(len(block))) as reader:
+        with tar_reader(self._source, self._name, limits=self._limits, advance=self._task.advance) as reader:
             yield reader
-        warn_of_dropped(self._progress, self._name, reader.dropped)
+        warn_of_oddities(self._progress, self._name, reader.dropped, reader.whiteouts)
 
 
-def warn_of_dropped(progress: Progress, name: str, dropped: set[bytes]) -> None:
-    """Say which extended attributes were left out, if any."""
+def warn_of_oddities(progress: Progress, name: str, dropped: set[bytes], whiteouts: int) -> None:
+    """Say which extended attributes were left out, and that there are devices which overlayfs takes for whiteouts."""
+    if whiteouts:
+        progress.warning(
+            f"{name}: {whiteouts} character device(s) 0/0 were taken as they are; a mounted environment hides them, as overlayfs does with whiteouts"
+        )
     if dropped:
         listed = ", ".join(shown(item) for item in sorted(dropped)[:5]) + (", …" if len(dropped) > 5 else "")
         progress.warning(f"{name}: attributes that no layer can carry were left out: {listed}")
 
 
-def file_stat(path: Path) -> str:
-    """Size, times and inode of a file in one string that changes when the file does, as far as stat(2) tells."""
+def file_stat(file: Path | Held) -> str:
+    """Size, times and inode of a file in one string that changes when the file does, as far as stat(2) tells. Raises InputError."""
     try:
-        info = path.stat()
+        info = os.fstat(file.fd) if isinstance(file, Held) else file.stat()
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
+        raise InputError(f"cannot read {file}: {error.strerror}") from error
     return f"{info.st_size}:{info.st_mtime_ns}:{info.st_ctime_ns}:{info.st_dev}:{info.st_ino}"

@@ -144,10 +144,10 @@ def rewound(first: bytes, rest: Blocks) -> Blocks:
 
 
 class Tap:
-    """Shows every block that passes to a function (a hash, a progress bar), so nothing is skipped."""
+    """Shows every block that passes to a function: a hash, which must miss nothing, or (``skips``) a progress bar, which may."""
 
-    def __init__(self, inner: Blocks, see: Callable[[bytes], object]) -> None:
-        self._inner, self._see = inner, see
+    def __init__(self, inner: Blocks, see: Callable[[bytes], object], *, skips: bool = False) -> None:
+        self._inner, self._see, self._skips = inner, see, skips
 
     def block(self) -> bytes:
         """The next block, after it has been shown."""
@@ -157,8 +157,8 @@ class Tap:
         return data
 
     def skip(self, count: int) -> int:
-        """Nothing passes unseen."""
-        return 0
+        """Pass over bytes unseen, if that is allowed here."""
+        return self._inner.skip(count) if self._skips else 0
 
     def close(self) -> None:
         """Close the stream within."""

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import bz2
 import lzma
-import zlib
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 import zstandard
-from isal import igzip_lib, isal_zlib
+from isal import igzip_lib
 
 from dsec_layers.builders.sources.blocks import BLOCK, Blocks, rewound
 from dsec_layers.builders.sources.header import RECORD, is_header
 from dsec_layers.errors import InputError
 
-__all__ = ["compression_of", "decompressed", "peeked"]
+__all__ = ["beginning", "compression_of", "decompressed", "peeked"]
 
 _WINDOW: Final = 1 << 27
 """Largest zstd window accepted, the default of ``zstd -d`` (--long=27)."""
@@ -24,17 +23,8 @@ _XZ_MEMORY: Final = 1 << 29
 _FEED: Final = 1 << 16  # compressed bytes handed to a decoder at once
 
 _MAGIC = {b"\x1f\x8b\x08": "gzip", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2"}
-_ERRORS: tuple[type[Exception], ...] = (
-    OSError,
-    EOFError,
-    ValueError,
-    MemoryError,
-    zlib.error,
-    lzma.LZMAError,
-    zstandard.ZstdError,
-    igzip_lib.error,
-    isal_zlib.error,
-)
+_ISAL: Final = cast("type[Exception]", igzip_lib.error)  # its stubs call it an instance
+_ERRORS: Final = (OSError, EOFError, ValueError, MemoryError, lzma.LZMAError, zstandard.ZstdError, _ISAL)
 
 
 class _Decoder(Protocol):
@@ -77,6 +67,16 @@ def peeked(blocks: Blocks) -> tuple[bytes, Blocks]:
     while len(first) < RECORD and (more := blocks.block()):
         first += more
     return first, rewound(first, blocks)
+
+
+def beginning(first: bytes, kind: str) -> bytes:
+    """What the first bytes of a stream of ``kind`` expand to, as far as 64 KiB; empty if they are damaged. ``first`` itself if it is not compressed."""
+    try:
+        if kind == "zstd":
+            return zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_reader(first).read(_FEED)
+        return _DECODERS[kind]().decompress(first, _FEED) if kind else first[:_FEED]
+    except _ERRORS:
+        return b""
 
 
 def decompressed(blocks: Blocks, kind: str, what: str) -> Blocks:

@@ -60,6 +60,8 @@ class TarReader:
         self._attribute_bytes = 0
         self.dropped: set[bytes] = set()
         """Names of extended attributes, and keywords of access control lists, that were left out."""
+        self.whiteouts = 0
+        """Character devices 0/0, which overlayfs takes for whiteouts."""
 
     @property
     def content_at(self) -> tuple[int, int]:
@@ -253,7 +255,7 @@ class TarReader:
         elif kind == b"2":
             inode.data, inode.size = target, len(target)
         elif kind in (b"3", b"4"):
-            inode.rdev = self._rdev(buffer, at, records)
+            inode.rdev = self._rdev(kind, buffer, at, records)
         return bare, inode, b""
 
     def _check_paths(self, name: bytes, target: bytes) -> None:
@@ -309,12 +311,13 @@ class TarReader:
         if len(following) == RECORD and any(following) and not h.is_header(following, 0):
             self._left = size + (-size % RECORD)
 
-    def _rdev(self, buffer: bytes, at: int, records: dict[bytes, bytes]) -> int:
+    def _rdev(self, kind: bytes, buffer: bytes, at: int, records: dict[bytes, bytes]) -> int:
         major, minor = h.device(buffer, at)
         if records.get(b"SCHILY.devmajor") and records.get(b"SCHILY.devminor"):
             major, minor = h.decimal(records[b"SCHILY.devmajor"]), h.decimal(records[b"SCHILY.devminor"])
         if not 0 <= major < 1 << 12 or not 0 <= minor < 1 << 20:
             raise InputError(f"{shown(self._name)}: device {major}:{minor} is out of Linux' range")
+        self.whiteouts += kind == b"3" and not major and not minor
         return os.makedev(major, minor)
 
     def _read_sparse(self, buffer: bytes, at: int, kind: bytes, local: Records, inode: Inode) -> None:

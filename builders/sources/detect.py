@@ -1,0 +1,175 @@
+"""Tells what an input is: a directory, an OCI image layout (a directory, or a tar of one), a ``docker save`` archive, or a tar of files."""
+
+from __future__ import annotations
+
+import io
+import posixpath
+import re
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final, Literal, TypeAlias
+
+from dsec_layers.builders.sources.archive import TarSource
+from dsec_layers.builders.sources.base import Source
+from dsec_layers.builders.sources.blocks import Blocks, FileBlocks, StreamBlocks
+from dsec_layers.builders.sources.decompress import beginning, compression_of, decompressed
+from dsec_layers.builders.sources.directory import DirectorySource
+from dsec_layers.builders.sources.image import Platform
+from dsec_layers.builders.sources.inputs import Held, Prefixed, Where, open_any, opened, regular_descriptor
+from dsec_layers.builders.sources.names import Limits, Overrides
+from dsec_layers.builders.sources.oci import ArchiveFiles, DirectoryFiles, load_docker, load_oci
+from dsec_layers.builders.sources.tar import TarReader
+from dsec_layers.errors import InputError, NotFound, UsageError
+from dsec_layers.fsio import map_os_error, pwrite_all
+
+__all__ = ["Kind", "detect"]
+
+Kind: TypeAlias = Literal["auto", "tar", "directory", "oci", "docker"]
+
+_PEEK: Final = 1 << 16
+_IMAGE_NAME: Final = re.compile(
+    rb"(?:\.|oci-layout|index\.json|manifest\.json|repositories|blobs(?:/[a-z0-9]+(?:/[0-9a-f]{64,128})?)?"
+    rb"|[0-9a-f]{64}(?:\.json|\.tar|/VERSION|/json|/layer\.tar)?)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    kind: Kind
+    platform: Platform
+    reference: str | None
+    overrides: Overrides | None
+    limits: Limits | None
+    spool: Path | None
+
+
+def detect(
+    source: str | Path | BinaryIO,
+    *,
+    kind: Kind = "auto",
+    platform: str = "linux/amd64",
+    reference: str | None = None,
+    excludes: Iterable[str] = (),
+    one_filesystem: bool = False,
+    overrides: Overrides | None = None,
+    limits: Limits | None = None,
+    spool: Path | None = None,
+) -> Source:
+    """The source that ``source`` is: a path, ``"-"`` for standard input, or a binary stream.
+
+    ``kind`` overrides what it looks like. ``platform`` and ``reference`` choose an image, ``excludes`` and ``one_filesystem`` are for directories. An image that
+    comes from a stream or is compressed is first written to a nameless file in the directory ``spool`` (the system's temporary one by default).
+    Raises NotFound, UsageError or InputError.
+    """
+    settings = _Settings(kind, Platform.parse(platform), reference, overrides, limits, spool)
+    patterns = tuple(excludes)
+    where: Where = 0 if source == "-" else Path(source) if isinstance(source, str | Path) else source
+    name = "standard input" if source == "-" else str(where) if isinstance(where, Path) else "the stream"
+    if isinstance(where, Path) and where.is_dir():
+        if kind == "oci" or (kind == "auto" and (where / "oci-layout").is_file() and (where / "index.json").is_file()):
+            _no_excludes(patterns, one_filesystem)
+            return _load(DirectoryFiles(where), settings)
+        if kind in ("tar", "docker"):
+            raise UsageError(f"{name} is a directory, not a file as {kind!r} has it")
+        return DirectorySource(where, excludes=patterns, one_filesystem=one_filesystem, overrides=overrides, limits=limits)
+    if kind == "directory":
+        raise UsageError(f"{name} is not a directory")
+    _no_excludes(patterns, one_filesystem)
+    return _from_file(where, name, settings)
+
+
+def _no_excludes(patterns: tuple[str, ...], one_filesystem: bool) -> None:
+    if patterns or one_filesystem:
+        raise UsageError("exclude patterns and the one-file-system rule are for directories only")
+
+
+def _from_file(where: Where, name: str, settings: _Settings) -> Source:
+    if settings.kind == "tar":
+        return TarSource(where, name, overrides=settings.overrides, limits=settings.limits)
+    where, first, regular = _peek(where, name)
+    compression = compression_of(first)
+    if regular and not compression:
+        archive = _archive(where, name, settings)
+    elif settings.kind != "auto" or _is_image(StreamBlocks(io.BytesIO(beginning(first, compression)), name), whole=False):
+        where = _spooled(where, name, compression, settings.spool)
+        archive = _archive(where, name, settings)
+    else:
+        archive = None
+    if archive is not None:
+        return _load(archive, settings)
+    return TarSource(where, name, overrides=settings.overrides, limits=settings.limits)
+
+
+def _peek(where: Where, name: str) -> tuple[Where, bytes, bool]:
+    """The input, its first bytes, and whether it is a file that can be read again; of any other the bytes are put back."""
+    if isinstance(where, Path):
+        where = Held(open_any(where, name))
+    with opened(where, name) as source:
+        first = source.blocks.block()
+        while len(first) < _PEEK and (more := source.blocks.block()):
+            first += more
+        regular = isinstance(source.blocks, FileBlocks)
+    return (where if regular else Prefixed(first, where)), first, regular
+
+
+def _archive(where: Where, name: str, settings: _Settings) -> ArchiveFiles | None:
+    """The files of a tar of an image; None if it is no such tar."""
+    if settings.kind == "auto":
+        with opened(where, name) as source:
+            if not _is_image(source.blocks, whole=True):
+                return None
+    return ArchiveFiles(name, lambda: regular_descriptor(where, name))
+
+
+def _is_image(blocks: Blocks, *, whole: bool) -> bool:
+    """Whether every name in a tar is one that images have. Of the beginning of a tar (not ``whole``) this is an educated guess."""
+    names = set()
+    try:
+        for name, _, _ in TarReader(blocks, ""):
+            plain = posixpath.normpath(name.lstrip(b"/"))
+            if not _IMAGE_NAME.fullmatch(plain):
+                return False
+            names.add(plain)
+    except InputError:
+        if whole:
+            return False  # reading it as a tar of files will say what is wrong
+    return bool(names & {b"index.json", b"manifest.json"}) if whole else bool(names - {b"."})
+
+
+def _spooled(where: Where, name: str, compression: str, spool: Path | None) -> Held:
+    """The tar within an input, in a nameless temporary file."""
+    try:
+        fd, path = tempfile.mkstemp(prefix="dsec-spool-", dir=spool)
+        held = Held(fd)
+        Path(path).unlink()
+    except OSError as error:
+        raise map_os_error(error, f"the spool file for {name}") from error
+    with opened(where, name) as source:
+        blocks = decompressed(source.blocks, compression, name) if compression else source.blocks
+        at = 0
+        while data := blocks.block():
+            try:
+                pwrite_all(fd, data, at)
+            except OSError as error:
+                raise map_os_error(error, f"the spool file for {name}") from error
+            at += len(data)
+    return held
+
+
+def _load(files: ArchiveFiles | DirectoryFiles, settings: _Settings) -> Source:
+    def load(loader: Callable[..., Source]) -> Source:
+        return loader(
+            files, platform=settings.platform, reference=settings.reference, overrides=settings.overrides, limits=settings.limits
+        )  # fmt: skip
+
+    has_docker = isinstance(files, ArchiveFiles) and "manifest.json" in files
+    if settings.kind == "docker" or (settings.kind == "auto" and isinstance(files, ArchiveFiles) and "index.json" not in files):
+        return load(load_docker)
+    try:
+        return load(load_oci)
+    except NotFound:
+        if settings.kind == "auto" and has_docker and settings.reference is not None:
+            return load(load_docker)  # Docker's own names are only there
+        raise
