@@ -326,5 +326,6 @@ def _read_devices(raw: memoryview, superblock: Superblock) -> tuple[Device, ...]
     if at < fmt.SUPER_OFFSET or at + superblock.extra_devices * fmt.DEVICE_SLOT.itemsize > len(raw):
         raise ImageError("the device table is outside the image")
     slots = np.frombuffer(raw, fmt.DEVICE_SLOT, superblock.extra_devices, at)
-    tags = [tag.tobytes() for tag in slots["tag"]]
+    table = bytes(raw[at : at + slots.nbytes])
+    tags = [table[start : start + 64] for start in range(0, len(table), fmt.DEVICE_SLOT.itemsize)]
     return tuple(map(Device, slots["blocks"].tolist(), slots["mapped_blkaddr"].tolist(), tags))
