@@ -1,0 +1,192 @@
+"""Chunks that other layers have: used where they lie if their segment repays itself, stored again if not (capping, ADR 0010).
+
+A foreign segment costs a device, and a fetch of all of it for what is used of it. How much that will be is only known at the end of the input; so
+chunks found in a segment that has not repaid itself yet are *held*, with their bytes, until it has (then the bytes are dropped) or until too much is held
+or the input ends (then they are stored again). Memory is bounded, and nothing depends on time.
+
+What a catalog says is an index somebody built from tables that somebody wrote: before a layer relies on it, ``check`` reads each segment in question
+and compares the digests of exactly the chunks that are used.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from dsec_layers.digest import Buffer, Digest, content_digest
+from dsec_layers.erofs.tree import BLOCK
+from dsec_layers.errors import CorruptError, ImageError, NotFound
+from dsec_layers.layers.frames import decompress
+from dsec_layers.layers.tables import MAX_SEGMENT, MAX_SEGMENTS
+from dsec_layers.registry.catalog import ChunkAt, SegmentAt
+from dsec_layers.store.base import Store
+
+__all__ = ["MOST", "ForeignChunks", "ForeignSegment", "Held", "Lookup", "check_segment", "find_bad_blob"]
+
+REPAID: Final = 128 << 10
+"""Bytes of a segment that a layer must use for the segment to repay itself; a quarter is enough of a small one."""
+
+HELD: Final = 48 << 20
+"""Bytes of chunks held back at most."""
+
+MOST: Final = MAX_SEGMENTS // 2
+"""Foreign segments a layer may use; the rest is left for its own."""
+
+
+class Lookup(Protocol):
+    """The part of a catalog that is needed here."""
+
+    def lookup(self, digests: Sequence[bytes]) -> dict[bytes, ChunkAt]:
+        """Where chunks are, for those that are known."""
+
+
+@dataclass(slots=True)
+class Held:
+    """A chunk held back: the extents (``slots``) wait for its place."""
+
+    digest: bytes
+    at: ChunkAt
+    data: bytes
+    slots: list[int]
+
+
+@dataclass(slots=True)
+class ForeignSegment:
+    """A segment of another layer and what this layer uses of it; ``number`` is 0 until it has repaid itself."""
+
+    at: SegmentAt
+    number: int = 0
+    used: int = 0
+    held: list[Held] = field(default_factory=list)
+    digests: bytearray = field(default_factory=bytearray)
+    """Of the chunks in use, one after another; ``blocks`` and ``sizes``: where they begin and their bytes."""
+    blocks: array[int] = field(default_factory=lambda: array("I"))
+    sizes: array[int] = field(default_factory=lambda: array("I"))
+
+    def use(self, digest: bytes, at: ChunkAt) -> None:
+        """One more chunk of it is in use."""
+        self.digests += digest
+        self.blocks.append(at.block)
+        self.sizes.append(at.size)
+
+    def chunks(self) -> Iterator[tuple[bytes, int, int]]:
+        """Digest, first block and bytes of each chunk in use."""
+        for nth, (block, size) in enumerate(zip(self.blocks, self.sizes, strict=True)):
+            yield bytes(self.digests[32 * nth : 32 * nth + 32]), block, size
+
+    @property
+    def repaid(self) -> bool:
+        """Whether enough of it is used."""
+        return self.used >= min(REPAID, self.at.size // 4)
+
+
+class ForeignChunks:
+    """What is known of chunks elsewhere, for one layer being packed."""
+
+    def __init__(self, catalog: Lookup) -> None:
+        self._catalog = catalog
+        self._found: dict[bytes, ChunkAt] = {}
+        self._segments: dict[tuple[Digest, int], ForeignSegment] = {}
+        self._held: dict[bytes, Held] = {}
+        self._bytes = 0
+        self.count = 0
+        """Foreign segments in use."""
+
+    def look(self, digests: Sequence[bytes]) -> None:
+        """Look up the chunks of a window."""
+        self._found = self._catalog.lookup(digests)
+
+    def offer(self, digest: bytes, data: Buffer, slot: int) -> ForeignSegment | None:
+        """Whether a chunk is elsewhere: the segment, which may be in use (``number``) or not yet; then the chunk is held and its extent stays open."""
+        held = self._held.get(digest)
+        if held is not None:
+            held.slots.append(slot)
+            return self._segments[held.at.segment.blob, held.at.segment.offset]
+        at = self._found.get(digest)
+        if at is None or not _sound(at, len(data)):
+            return None
+        key = (at.segment.blob, at.segment.offset)
+        segment = self._segments.get(key)
+        if segment is None:
+            segment = self._segments[key] = ForeignSegment(at.segment)
+        if segment.number:
+            segment.use(digest, at)
+            return segment
+        held = self._held[digest] = Held(digest, at, bytes(data), [slot])
+        self._bytes += at.size
+        segment.used += at.size
+        segment.held.append(held)
+        return segment
+
+    def accept(self, segment: ForeignSegment, number: int) -> list[Held]:
+        """Use a segment from now on under the provisional ``number``; returns its held chunks, whose places are now known."""
+        segment.number = number
+        self.count += 1
+        for held in segment.held:
+            segment.use(held.digest, held.at)
+        return self._release(segment)
+
+    def give_up(self, all_of_it: bool) -> Iterator[Held]:
+        """Chunks to be stored again: those held longest while too many bytes are held, or all of them."""
+        for segment in list(self._segments.values()):
+            if not all_of_it and self._bytes <= HELD // 2:
+                return
+            if not segment.number:
+                del self._segments[segment.at.blob, segment.at.offset]
+                yield from self._release(segment)
+
+    @property
+    def full(self) -> bool:
+        """Whether too much is held."""
+        return self._bytes > HELD
+
+    def used(self) -> list[ForeignSegment]:
+        """The segments in use."""
+        return [segment for segment in self._segments.values() if segment.number]
+
+    def _release(self, segment: ForeignSegment) -> list[Held]:
+        held, segment.held = segment.held, []
+        for item in held:
+            del self._held[item.digest]
+            self._bytes -= item.at.size
+        return held
+
+
+def _sound(at: ChunkAt, size: int) -> bool:
+    """Whether a catalog's answer is possible at all."""
+    segment = at.segment
+    inside = at.block >= 0 and at.block * BLOCK + size <= segment.size
+    return at.size == size and inside and 0 < segment.size <= MAX_SEGMENT and segment.size % BLOCK == 0 and segment.stored > 0
+
+
+def check_segment(store: Store, segment: ForeignSegment) -> None:
+    """Read a foreign segment and compare it, and the chunks that are used of it, with their digests. CorruptError, ImageError, NotFound."""
+    at = segment.at
+    data = memoryview(decompress(store.read(at.blob, at.offset, at.stored), at.size))
+    if content_digest(data) != at.digest:
+        raise CorruptError(f"{at.blob}: the segment at {at.offset} does not match its digest")
+    for digest, block, size in segment.chunks():
+        if content_digest(data[block * BLOCK : block * BLOCK + size]) != digest:
+            raise CorruptError(f"{at.blob}: the segment at {at.offset} has another chunk at block {block} than the catalog says")
+
+
+def find_bad_blob(store: Store, segments: Sequence[ForeignSegment], workers: int) -> tuple[Digest, str] | None:
+    """The first blob of which a segment is not what the catalog says, and why; None if all are."""
+
+    def check(segment: ForeignSegment) -> str | None:
+        try:
+            check_segment(store, segment)
+        except (CorruptError, ImageError, NotFound) as error:
+            store.suspect(segment.at.blob)
+            return error.message
+        return None
+
+    with ThreadPoolExecutor(workers, thread_name_prefix="pack-check") as pool:
+        for segment, trouble in zip(segments, pool.map(check, segments), strict=True):
+            if trouble:
+                pool.shutdown(cancel_futures=True)
+                return segment.at.blob, trouble
+    return None
