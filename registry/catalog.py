@@ -123,6 +123,11 @@ class Catalog:
         blobs = [item.digest for item in layer.segments]
         self._file.run(lambda _: self._insert(digest, blobs, segments, chunks), None)
 
+    def layers_of(self, blob: Digest) -> list[Digest]:
+        """The indexed layers that refer to a segments blob, in the order of their digests."""
+        query = "SELECT layer FROM layer_blobs JOIN blobs ON blobs.id = layer_blobs.blob WHERE digest = ? ORDER BY layer"
+        return self._file.run(lambda sql: [row[0] for row in sql.execute(query, (blob,))], [])
+
     def forget_blob(self, digest: Digest) -> None:
         """Drop everything that is said to be in a blob, because it is gone."""
         self.forget_blobs([digest])
