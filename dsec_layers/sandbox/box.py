@@ -17,14 +17,13 @@ import os
 import resource
 import signal
 import tempfile
-import termios
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from dsec_layers import proc
 from dsec_layers.errors import HostError, ToolError, UsageError
@@ -36,11 +35,12 @@ from dsec_layers.sandbox.config import Mountpoint, oci_config
 from dsec_layers.sandbox.hostnet import lend
 from dsec_layers.sandbox.mountpoints import Wanted, copy_attributes, plan, write_helper
 from dsec_layers.sandbox.runtime import Failure, Runtime, choose_runtime, read_failure
-from dsec_layers.sandbox.signals import deliver, forwarding
+from dsec_layers.sandbox.signals import deliver, first_process, forwarding
 from dsec_layers.sandbox.spec import Bind, RunSpec
 from dsec_layers.sandbox.state import make_place, remove_place, remove_tree, sweep
 from dsec_layers.sandbox.stdio import Streams
 from dsec_layers.sandbox.syscalls import private_namespaces
+from dsec_layers.sandbox.terminal import resize_inside, restore, save, window_size
 
 __all__ = ["Outcome", "Sandbox", "run"]
 
@@ -154,7 +154,7 @@ class Sandbox:
                 self._watch = OomWatch(self._cgroups, self._place.identifier, self._spec.memory)
                 stack.callback(self._watch.close)
             if self._spec.tty:
-                stack.callback(_restore_terminal, self._stdio[0], termios.tcgetattr(self._stdio[0]))
+                stack.callback(restore, self._stdio[0], save(self._stdio[0]))
             self._thread = threading.Thread(target=self._live, args=(runtime,), name=f"sandbox-{self._place.identifier}")
             self._thread.start()
             stack.callback(self._stop)
@@ -193,7 +193,9 @@ class Sandbox:
 
     def resize(self) -> None:
         """Tell the sandbox's terminal that the caller's has changed its size."""
-        self._to_runtime(signal.SIGWINCH)
+        first = first_process(self._cgroups.pids_of(self._place.identifier))
+        if first is not None:
+            resize_inside(first, window_size(self._stdio[0]))
 
     def kill(self) -> None:
         """End everything in the sandbox at once."""
@@ -203,14 +205,10 @@ class Sandbox:
         with self._lock:
             if self._error is None and not self._ended_by and (self._process is None or self._process.returncode is None):
                 self._ended_by = number
-        # It is the first process of its namespace: with it the kernel kills all others.
-        self._to_runtime(signal.SIGKILL)
-
-    def _to_runtime(self, number: int) -> None:
-        with self._lock:
+            # The runtime is the first process of its namespace: with it the kernel kills all others.
             if self._pidfd >= 0:
                 with suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(self._pidfd, number)
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def _stop(self) -> None:
         self.kill()
@@ -300,6 +298,7 @@ class Sandbox:
             host_env={**loan.env, **({"TERM": self._environ["TERM"]} if self._spec.tty and "TERM" in self._environ else {})},
             swap=self._cgroups.limits_swap(),
             open_files=_open_files(),
+            console=window_size(self._stdio[0]) if self._spec.tty else None,
         )
         (bundle / "config.json").write_text(json.dumps(config))
         return bundle
@@ -337,8 +336,3 @@ def _try(candidate: Runtime, state: Path) -> None:
 def _open_files() -> int:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return int(Path("/proc/sys/fs/nr_open").read_text()) if hard == resource.RLIM_INFINITY else hard
-
-
-def _restore_terminal(fd: int, saved: list[Any]) -> None:
-    with suppress(termios.error):
-        termios.tcsetattr(fd, termios.TCSADRAIN, saved)

@@ -64,16 +64,20 @@ def oci_config(
     host_env: Mapping[str, str] | None = None,
     swap: bool = True,
     open_files: int = _OPEN_FILES,
+    console: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """The content of config.json.
 
     ``rootfs``: absolute path of the mounted root. ``cgroup``: absolute path within each hierarchy. ``machine``: as ``uname -m`` names it.
     ``host_env``: variables that come with the host's network; the spec's own win. ``swap``: whether this host can limit swap (asking for it where it cannot fails).
-    ``open_files``: the hard limit of this process, which the sandbox's may not exceed.
+    ``open_files``: the hard limit of this process, which the sandbox's may not exceed. ``console``: rows and columns of the caller's terminal.
     """
     return {
         "ociVersion": "1.0.2",
-        "process": _process(spec, identity, host_env or {}, min(open_files, _OPEN_FILES)),
+        "process": {
+            **_process(spec, identity, host_env or {}, min(open_files, _OPEN_FILES)),
+            **({"consoleSize": {"height": console[0], "width": console[1]}} if console else {}),
+        },
         "root": {"path": rootfs, "readonly": False},
         "hostname": spec.hostname,
         "mounts": [*_system_mounts(spec), *(_bind(item) for item in binds)],

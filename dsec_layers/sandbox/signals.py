@@ -15,21 +15,31 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-__all__ = ["FORWARDED", "deliver", "forwarding"]
+__all__ = ["FORWARDED", "deliver", "first_process", "forwarding"]
 
 FORWARDED: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
+def first_process(pids: Collection[int]) -> int | None:
+    """The process that is number 1 in its own namespace, and the outermost such: a sandbox may have made namespaces of its own."""
+    depth: dict[int, int] = {}
+    for pid in pids:
+        numbers = _status(pid).get("NSpid", "").split()
+        if numbers and numbers[-1] == "1":
+            depth[pid] = len(numbers)
+    return min(depth, key=depth.__getitem__) if depth else None
+
+
 def deliver(pids: Collection[int], number: int) -> bool:
     """Send a signal to the first process among a sandbox's ``pids``. False if there is none yet, or if it would not notice."""
-    found = _first(pids)
+    found = first_process(pids)
     if found is None or not _notices(found, number):
         return False
     # By descriptor: the process may go between the look and the signal, and its number to another.
     with suppress(ProcessLookupError):
         fd = os.pidfd_open(found)
         try:
-            if _first([found]) is not None:
+            if first_process([found]) is not None:
                 signal.pidfd_send_signal(fd, number)
         finally:
             os.close(fd)
@@ -61,16 +71,6 @@ def forwarding(forward: Callable[[int], None], kill: Callable[[], None], resize:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-
-def _first(pids: Collection[int]) -> int | None:
-    """The process that is number 1 in its own namespace, and the outermost such: a sandbox may have made namespaces of its own."""
-    depth: dict[int, int] = {}
-    for pid in pids:
-        numbers = _status(pid).get("NSpid", "").split()
-        if numbers and numbers[-1] == "1":
-            depth[pid] = len(numbers)
-    return min(depth, key=depth.__getitem__) if depth else None
 
 
 def _notices(pid: int, number: int) -> bool:

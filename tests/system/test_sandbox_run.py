@@ -5,88 +5,19 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from dsec_layers.errors import DsecError, HostError, UsageError
+from dsec_layers.errors import HostError, UsageError
 from dsec_layers.sandbox import Bind, Captured, Network, RunSpec, Sandbox, capture, run
-from dsec_layers.sandbox.box import _try
-from dsec_layers.sandbox.cgroups import read_cgroup_mounts
 from dsec_layers.sandbox.output import Collector
-from dsec_layers.sandbox.runtime import Runtime, _candidates
+from dsec_layers.sandbox.runtime import Runtime
 
 pytestmark = pytest.mark.root
 
-CGROUPS = read_cgroup_mounts(Path("/proc/self/mounts").read_text())
-
-
-def leftovers(state: Path) -> list[str]:
-    """Everything a sandbox could have left: directories, mounts, control groups."""
-    found = [str(path) for path in (state / "sandboxes").iterdir() if path.name != ".lock"] if (state / "sandboxes").exists() else []
-    found += [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(state) in line]
-    found += [str(path) for path in state.glob("probe-*")]
-    return found
-
-
-def groups() -> set[str]:
-    return {str(path) for root in CGROUPS.roots() for path in root.glob("dsec-layers-*")}
-
-
-@pytest.fixture
-def state(tmp_path: Path) -> Iterator[Path]:
-    """A state directory in which nothing is left at the end of the test."""
-    path = tmp_path / "state"
-    path.mkdir()
-    yield path
-    assert leftovers(path) == []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_groups_left() -> Iterator[None]:
-    before = groups()
-    yield
-    assert groups() <= before
-
-
-@pytest.fixture(scope="module", params=["crun", "runc"])
-def runtime(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runtime:
-    """Each runtime, in the first way in which it works on this host."""
-    reason = "not installed"
-    for candidate in _candidates(CGROUPS):
-        if candidate.name == request.param:
-            try:
-                _try(candidate, tmp_path_factory.mktemp("trial"))
-            except DsecError as error:
-                reason = error.message
-            else:
-                return candidate
-    pytest.skip(f"{request.param} does not work on this host: {reason}")
-
-
-class Shell:
-    """Runs shell lines in one root with one runtime."""
-
-    def __init__(self, root: Path, state: Path, runtime: Runtime | None = None) -> None:
-        self.lower = [root]
-        self.state = state
-        self.runtime = runtime
-
-    def __call__(self, script: str, *, input: int = 0, **fields: object) -> Captured:
-        spec = RunSpec(argv=("/bin/sh", "-c", script), **fields)  # type: ignore[arg-type]
-        out, err = Collector(), Collector()
-        try:
-            with Sandbox(spec, self.lower, state=self.state, stdin=input, stdout=out.fd, stderr=err.fd, runtime=self.runtime) as box:
-                outcome = box.wait(60)
-        finally:
-            stdout, stderr = out.finish(), err.finish()
-        return Captured(outcome, stdout, stderr, out.truncated)
-
-
-@pytest.fixture
-def shell(busybox_root: Path, state: Path, runtime: Runtime) -> Shell:
-    return Shell(busybox_root, state, runtime)
+Shell = Callable[..., Captured]
 
 
 @pytest.mark.parametrize(
@@ -215,14 +146,13 @@ def test_limits_are_set(shell: Shell) -> None:
         ("4321:8765", b"4321 8765 8765 /"),
     ],
 )
-def test_users_are_looked_up_inside(busybox_root: Path, state: Path, user: str, line: bytes) -> None:
-    shell = Shell(busybox_root, state)
+def test_users_are_looked_up_inside(shell: Shell, user: str, line: bytes) -> None:
     assert shell('echo $(id -u) $(id -g) $(id -G) "$HOME"', user=user).stdout.strip() == line
 
 
-def test_an_unknown_user_is_refused(busybox_root: Path, state: Path) -> None:
+def test_an_unknown_user_is_refused(shell: Shell) -> None:
     with pytest.raises(UsageError, match="no user 'nobody-here'"):
-        Shell(busybox_root, state)("true", user="nobody-here")
+        shell("true", user="nobody-here")
 
 
 def test_environment_and_working_directory(shell: Shell) -> None:
@@ -317,9 +247,8 @@ def test_layers_are_ordered_topmost_first(busybox_root: Path, state: Path, tmp_p
     for name in ("upper", "middle"):
         (tmp_path / name / "etc").mkdir(parents=True)
         (tmp_path / name / "etc/who").write_text(name + "\n")
-    shell = Shell(busybox_root, state)
-    shell.lower = [tmp_path / "upper", tmp_path / "middle", busybox_root]
-    assert shell("cat /etc/who").stdout == b"upper\n"
+    lower = [tmp_path / "upper", tmp_path / "middle", busybox_root]
+    assert capture(RunSpec(("/bin/cat", "/etc/who")), lower, state=state).stdout == b"upper\n"
 
 
 def test_the_runtime_is_chosen_once_a_boot(busybox_root: Path, state: Path) -> None:
