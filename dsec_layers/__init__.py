@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dsec_layers.api.build import Built, build, import_source
     from dsec_layers.api.doctor import Check, doctor
-    from dsec_layers.api.environment import Created, Removed, env_create, gc, pull, push, rm, verify
+    from dsec_layers.api.environment import Created, Verified, env_create, gc, pull, push, rm, verify
     from dsec_layers.api.export import Exported, export
     from dsec_layers.api.look import Difference, Inspection, Listed, diff, inspect, ls
     from dsec_layers.api.mounts import Ran, cache_clear, cache_show, mount, ps, run, umount
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "dsec_layers.api.build": ("Built", "build", "import_source"),
     "dsec_layers.api.doctor": ("Check", "doctor"),
-    "dsec_layers.api.environment": ("Created", "Removed", "env_create", "gc", "pull", "push", "rm", "verify"),
+    "dsec_layers.api.environment": ("Created", "Verified", "env_create", "gc", "pull", "push", "rm", "verify"),
     "dsec_layers.api.export": ("Exported", "export"),
     "dsec_layers.api.look": ("Difference", "Inspection", "Listed", "diff", "inspect", "ls"),
     "dsec_layers.api.mounts": ("Ran", "cache_clear", "cache_show", "mount", "ps", "run", "umount"),
@@ -49,8 +49,8 @@ __all__ = [
     "Inspection",
     "Listed",
     "Ran",
-    "Removed",
     "Session",
+    "Verified",
     "build",
     "cache_clear",
     "cache_show",

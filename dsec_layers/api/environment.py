@@ -1,19 +1,24 @@
-"""Verbs that change refs: ``env create``, ``rm``, ``push``, ``pull``, ``gc``."""
+"""Verbs on refs and what they reach: ``env create``, ``rm``, ``push``, ``pull``, ``gc``, ``verify``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dsec_layers.api.judge import judge
 from dsec_layers.api.session import Session
 from dsec_layers.digest import Digest
-from dsec_layers.errors import NotFound, UsageError
+from dsec_layers.errors import CorruptError, ImageError, UsageError
 from dsec_layers.layers.descriptor import MANIFEST, Descriptor, Kind
 from dsec_layers.layers.manifest import Environment, Layer
-from dsec_layers.registry.objects import publish_object, resolve
-from dsec_layers.store.base import Store, check_ref
+from dsec_layers.registry.collect import GRACE, Sweep, remove_ref, sweep
+from dsec_layers.registry.copy import Copied, copy_object
+from dsec_layers.registry.objects import publish_object, resolve, set_tag
+from dsec_layers.registry.verify import verify as verify_object
+from dsec_layers.store.base import Ref, Store, check_ref
+from dsec_layers.store.open import open_store
 
-__all__ = ["Created", "Removed", "env_create", "rm", "set_ref"]
+__all__ = ["Created", "Verified", "env_create", "gc", "pull", "push", "rm", "verify"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +31,14 @@ class Created:
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
-    """A ref that is gone, and what it named."""
+class Verified:
+    """What ``verify`` found of one object: how many blobs it has, their bytes, and each problem as a sentence."""
 
     name: str
     digest: Digest
+    blobs: int
+    bytes: int
+    problems: tuple[str, ...]
 
 
 def env_create(session: Session, name: str, *, base: str, workspace: str | None = None, toolkits: Sequence[str] = ()) -> Created:
@@ -39,25 +47,60 @@ def env_create(session: Session, name: str, *, base: str, workspace: str | None 
     wanted = [(Kind.BASE, base), *([(Kind.WORKSPACE, workspace)] if workspace else []), *((Kind.TOOLKIT, item) for item in toolkits)]
     layers = tuple(_member(session.store, kind, text) for kind, text in wanted)
     digest = publish_object(session.store, Environment(layers))
-    set_ref(session.store, name, digest)
+    set_tag(session.store, name, digest)
     return Created(name, digest, tuple((str(kind), item.digest) for kind, item in layers))
 
 
-def rm(session: Session, name: str) -> Removed:
-    """Remove a ref. Its blobs go when nothing else refers to them (``gc``)."""
-    ref = session.store.get_ref(check_ref(name))
-    session.store.set_ref(ref.name, None, expected=ref.digest)
-    return Removed(ref.name, ref.digest)
+def rm(session: Session, name: str) -> Ref:
+    """Remove a ref; returns what it was. Its blobs go when nothing else refers to them (``gc``)."""
+    return remove_ref(session.store, name)
 
 
-def set_ref(store: Store, name: str, digest: Digest) -> None:
-    """Point ``name`` at ``digest`` by compare-and-swap with what it is now. Conflict if somebody changes it meanwhile."""
-    try:
-        expected: Digest | None = store.get_ref(name).digest
-    except NotFound:
-        expected = None
-    if expected != digest:
-        store.set_ref(name, digest, expected=expected)
+def gc(session: Session, *, grace: float | None = None, dry_run: bool = False, force: bool = False) -> Sweep:
+    """Delete blobs that no ref reaches and that are older than ``grace`` seconds (default: a day)."""
+    chosen = GRACE if grace is None else grace
+    swept = sweep(session.store, grace=chosen, dry_run=dry_run, force=force, progress=session.progress)
+    if not dry_run:
+        for info in swept.deleted:
+            session.catalog.forget_blob(info.digest)
+    return swept
+
+
+def push(session: Session, text: str, target: str, *, name: str | None = None) -> Copied:
+    """Copy a layer or environment and all it needs to the store ``target``, and name it there as here (or ``name``)."""
+    return _copy(session.store, open_store(target), text, name, session)
+
+
+def pull(session: Session, text: str, source: str, *, name: str | None = None) -> Copied:
+    """Copy a layer or environment and all it needs from the store ``source``, and name it here as there (or ``name``)."""
+    return _copy(open_store(source), session.store, text, name, session)
+
+
+def verify(session: Session, texts: Sequence[str] = (), *, deep: bool = False) -> list[Verified]:
+    """Check the named objects, or every ref: blobs present and of the right size; ``deep``: every byte, every digest, metadata by our reader and by fsck.erofs."""
+    names = list(texts) or [ref.name for ref in session.store.list_refs()]
+    reports, checked = [], set()
+    for text in names:
+        try:
+            digest, found = resolve(session.store, text)
+        except (CorruptError, ImageError) as error:
+            reports.append(Verified(text, "", 0, 0, (error.message,)))
+            continue
+        report = verify_object(session.store, digest, deep=deep, progress=session.progress)
+        problems = [str(finding) for finding in report.findings]
+        if deep and not problems:
+            members = [digest] if isinstance(found, Layer) else [item.digest for _, item in found.layers]
+            problems = [p for member in members if member not in checked and (p := judge(session.store, member, session.progress))]
+            checked.update(members)
+        reports.append(Verified(text, digest, report.blobs, report.bytes, tuple(problems)))
+    return reports
+
+
+def _copy(source: Store, target: Store, text: str, name: str | None, session: Session) -> Copied:
+    digest, _ = resolve(source, text)
+    if name is None and not text.startswith("sha256:"):
+        name = check_ref(text)
+    return copy_object(source, target, digest, name=name, progress=session.progress)
 
 
 def _member(store: Store, kind: Kind, text: str) -> tuple[Kind, Descriptor]:

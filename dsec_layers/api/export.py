@@ -205,7 +205,7 @@ def _oci_layer(session: Session, digest: Digest, blobs: Path) -> tuple[dict[str,
     with session.progress.task(f"exporting layer {digest[7:19]}") as task, open(temporary, "wb") as stream:
         outer = _Counter(stream)
         with zstandard.ZstdCompressor(level=3).stream_writer(outer, closefd=False) as compressor:  # type: ignore[arg-type]
-            inner = _Counter(compressor)  # type: ignore[arg-type]
+            inner = _Counter(compressor)
             writer = TarWriter(inner)  # type: ignore[arg-type]
             for path, inode in layer.tree.walk():
                 _oci_entry(writer, layer, path, inode)

@@ -111,7 +111,7 @@ def ls(session: Session, prefix: str = "") -> list[Listed]:
         layers = _layers(session, digest, found)
         summary = [_summary(session, item, layer) for item, layer in layers]
         kind = str(found.kind) if isinstance(found, Layer) else "environment"
-        rows.append(Listed(ref.name, kind, digest, sum(s.counts.get("image_bytes", 0) for s in summary), _stored(summary)))
+        rows.append(Listed(ref.name, kind, digest, sum(s.counts.get("bytes", 0) for s in summary), _stored(summary)))
     return rows
 
 
@@ -122,7 +122,7 @@ def inspect(session: Session, text: str, *, tree: bool = False, depth: int = 2) 
     summary = tuple(_summary(session, item, layer) for item, layer in layers)
     entries = _tree(open_view(session, text), depth) if tree else ()
     kind = f"layer ({found.kind})" if isinstance(found, Layer) else "environment"
-    return Inspection(text, kind, digest, sum(s.counts.get("image_bytes", 0) for s in summary), _stored(summary), summary, entries)
+    return Inspection(text, kind, digest, sum(s.counts.get("bytes", 0) for s in summary), _stored(summary), summary, entries)
 
 
 def open_view(session: Session, text: str) -> Entry:

@@ -16,8 +16,9 @@ from dsec_layers.errors import DsecError
 if TYPE_CHECKING:
     from dsec_layers.api.build import Built
     from dsec_layers.api.session import Session
+    from dsec_layers.registry.copy import Copied
 
-__all__ = ["REF", "App", "Command", "app_options", "pass_app", "show_built"]
+__all__ = ["REF", "App", "Command", "app_options", "pass_app", "show_built", "show_copied"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -106,6 +107,12 @@ def show_built(app: App, made: Built) -> None:
     app.console.out(f"{made.name}  {made.digest}")
     image, new, same = human_bytes(made.image_bytes), human_bytes(made.stored_bytes), human_bytes(made.dedup_bytes)
     app.console.info(f"image {image}, stored {new} new, {same} deduplicated, {made.seconds:.1f} s")
+
+
+def show_copied(app: App, copied: Copied) -> None:
+    """Print what a push or pull moved."""
+    moved, there = human_bytes(copied.copied_bytes), human_bytes(copied.present_bytes)
+    app.console.out(f"{copied.digest}: {copied.copied} blobs ({moved}) copied, {copied.present} ({there}) were there")
 
 
 def _app(context: click.Context) -> App:

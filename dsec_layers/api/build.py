@@ -1,0 +1,164 @@
+"""``build`` and ``import``: from an input to a named layer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsec_layers.api.session import Session
+from dsec_layers.builders.pack import PackResult, pack_layer
+from dsec_layers.builders.sources.detect import detect
+from dsec_layers.builders.sources.names import Overrides
+from dsec_layers.digest import Digest
+from dsec_layers.errors import Conflict, NotFound, UsageError
+from dsec_layers.layers.descriptor import Kind
+from dsec_layers.store.base import Store, check_ref
+
+__all__ = ["Built", "build", "import_source"]
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A layer that was built or imported, and what it took (bytes).
+
+    ``image_bytes``: the content of all its files. ``stored_bytes``: what was new in the store. ``dedup_bytes``: content that was there already, in the layer or in others.
+    """
+
+    name: str
+    kind: str
+    digest: Digest
+    inodes: int
+    segments: int
+    foreign_segments: int
+    image_bytes: int
+    stored_bytes: int
+    dedup_bytes: int
+    metadata_bytes: int
+    seconds: float
+    stages: Mapping[str, float]
+
+
+def import_source(
+    session: Session,
+    source: str | Path,
+    *,
+    kind: str,
+    name: str,
+    prefix: str = "",
+    layout: str = "segments",
+    excludes: Iterable[str] = (),
+    platform: str = "linux/amd64",
+    workers: int | None = None,
+    epoch: int | None = None,
+) -> Built:
+    """Import a directory, tar, OCI image or docker archive as a layer and name it ``name``. ``-`` is standard input."""
+    name, wanted = check_ref(name), _kind(kind)
+    before = current(session.store, name)
+    began = time.monotonic()
+    found = detect(source, platform=platform, excludes=excludes, overrides=Overrides(epoch=epoch))
+    image = found.image_config
+    packed = pack_layer(
+        session.store,
+        found.ingest,
+        kind=wanted,
+        name=name,
+        catalog=session.catalog,
+        previous=layer_before(session.store, before),
+        env=image.env if image else None,
+        workdir=image.workdir if image else "",
+        prefix=prefix,
+        recipe=lambda: {"import": {"type": found.kind, **{k: v for k, v in found.describe().items() if k == "digest"}}},
+        epoch=epoch,
+        workers=workers,
+        layout=layout,
+        progress=session.progress,
+    )
+    swap_ref(session.store, name, packed.digest, before)
+    return built(name, wanted, packed, time.monotonic() - began)
+
+
+def build(
+    session: Session,
+    layerfile: str | Path,
+    *,
+    name: str | None = None,
+    workers: int | None = None,
+    use_cache: bool = True,
+    epoch: int | None = None,
+) -> Built:
+    """Build the layer that a layer file describes (docs/layerfile.md) and name it: ``name``, or what the file says."""
+    from dsec_layers.builders.layerfile import build_layerfile, load_recipe
+
+    began = time.monotonic()
+    recipe = load_recipe(Path(layerfile))
+    name = check_ref(name or recipe.name)
+    before = current(session.store, name)
+    packed = build_layerfile(
+        recipe, session, name=name, previous=layer_before(session.store, before), workers=workers, use_cache=use_cache, epoch=epoch
+    )
+    swap_ref(session.store, name, packed.digest, before)
+    return built(name, recipe.kind, packed, time.monotonic() - began)
+
+
+def current(store: Store, name: str) -> Digest | None:
+    """What ``name`` is now; None if it is nothing."""
+    try:
+        return store.get_ref(name).digest
+    except NotFound:
+        return None
+
+
+def layer_before(store: Store, before: Digest | None) -> Digest | None:
+    """``before`` if it names a layer that can be read: its chunks are looked up first."""
+    from dsec_layers.errors import DsecError
+    from dsec_layers.registry.objects import load_layer
+
+    if before is None:
+        return None
+    try:
+        load_layer(store, before)
+    except DsecError:
+        return None
+    return before
+
+
+def swap_ref(store: Store, name: str, digest: Digest, before: Digest | None) -> None:
+    """Point ``name`` at ``digest`` if it still is what it was when the work began. Conflict if another build of the same name was faster."""
+    if before == digest:
+        return
+    try:
+        store.set_ref(name, digest, expected=before)
+    except Conflict as error:
+        if current(store, name) == digest:
+            return
+        raise Conflict(
+            f"{name} was changed by somebody else while this build ran; the layer is stored as {digest}",
+            hint="build again to replace theirs; nothing needs to be stored twice",
+        ) from error
+
+
+def built(name: str, kind: Kind, packed: PackResult, seconds: float) -> Built:
+    """The result of a build in the command line's terms."""
+    return Built(
+        name=name,
+        kind=str(kind),
+        digest=packed.digest,
+        inodes=packed.inodes,
+        segments=packed.segments,
+        foreign_segments=packed.foreign_segments,
+        image_bytes=packed.content,
+        stored_bytes=packed.stored,
+        dedup_bytes=packed.within + packed.against,
+        metadata_bytes=packed.metadata,
+        seconds=seconds,
+        stages=packed.seconds,
+    )
+
+
+def _kind(text: str) -> Kind:
+    try:
+        return Kind(text)
+    except ValueError as error:
+        raise UsageError(f"unknown kind {text!r}", hint="base, workspace or toolkit") from error
