@@ -36,7 +36,7 @@ def decompress(frame: Buffer, size: int) -> bytes:
     try:
         if zstandard.frame_content_size(frame) != size:
             raise ImageError(f"zstd frame does not hold the {size} bytes it should")
-        data = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
+        data = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise ImageError(f"bad zstd frame: {error}") from error
     if len(data) != size:

@@ -35,11 +35,13 @@ KIND: Final = "dev.dsec.kind"
 FOREIGN: Final = "dev.dsec.foreign"
 """Annotation on a segments descriptor that another layer owns: listed here so that garbage collection and copies see the reference."""
 FORMAT: Final = 1
+ALGORITHMS: Final = {"blobs": "sha256", "content": "blake3"}
+LAYOUTS: Final = ("segments", "compressed")
 
 
 def canonical_json(value: Any) -> bytes:
     """JSON with one spelling: sorted keys, no white space, UTF-8."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class LayerConfig:
             "kind": str(self.kind),
             "name": self.name,
             "layout": self.layout,
-            "digests": {"blobs": "sha256", "content": "blake3"},
+            "digests": ALGORITHMS,
             "counts": dict(self.counts or {}),
             "recipe": dict(self.recipe or {}),
             "builder": self.builder,
@@ -162,6 +164,8 @@ def parse_layer(data: Buffer) -> Layer:
     by_type = {kind: [item for item in items if item.media_type == kind] for kind in (d.METADATA, d.EROFS, d.CHUNKS, d.SEGMENTS)}
     if sum(map(len, by_type.values())) != len(items):
         raise ImageError("layer manifest has a blob of unknown media type")
+    if len({item.digest for item in by_type[d.SEGMENTS]}) != len(by_type[d.SEGMENTS]):
+        raise ImageError("layer manifest has a segments blob twice")
     heads = by_type[d.METADATA] + by_type[d.EROFS]
     if len(heads) != 1 or len(by_type[d.CHUNKS]) > 1 or (by_type[d.EROFS] and len(items) > 1):
         raise ImageError("layer manifest must have one metadata blob and at most one chunk table")
@@ -193,22 +197,68 @@ def parse_config(data: Buffer) -> LayerConfig:
         raise ImageError(f"layer config has unknown kind {str(value.get('kind'))[:100]!r}") from error
     if value.get("format") != FORMAT:
         raise ImageError(f"layer format {str(value.get('format'))[:20]} is not known here (this version reads {FORMAT})")
-    env, counts, recipe, features = (
-        value.get(key, empty) for key, empty in (("env", {}), ("counts", {}), ("recipe", {}), ("features", []))
+    if value.get("digests") != ALGORITHMS:
+        raise ImageError(f"layer uses digests that this version does not know: {str(value.get('digests'))[:100]}")
+    features = value.get("features", [])
+    if not isinstance(features, list) or features:
+        raise ImageError(f"layer needs features that this version does not know: {str(features)[:200]}")
+    return LayerConfig(
+        kind,
+        env=_env(value.get("env", {})),
+        counts=_counts(value.get("counts", {})),
+        parent=_parent(value.get("parent")),
+        recipe=_mapping(value.get("recipe", {}), "recipe"),
+        layout=_one_of(value.get("layout"), LAYOUTS, "layout"),
+        prefix=_path(value.get("prefix", ""), "prefix"),
+        workdir=_path(value.get("workdir", ""), "workdir"),
+        name=_text(value.get("name", ""), "name"),
+        builder=_text(value.get("builder", ""), "builder"),
     )
-    if not _is_text_map(env) or not isinstance(recipe, dict) or not isinstance(features, list) or not isinstance(counts, dict):
-        raise ImageError("layer config has a field of the wrong type")
-    if not all(isinstance(key, str) and isinstance(item, int) for key, item in counts.items()):
-        raise ImageError("layer config has a count that is no number")
-    if features:
-        raise ImageError(f"layer needs features this version does not know: {', '.join(map(str, features))[:200]}")
-    texts = {key: value.get(key, "") for key in ("name", "layout", "prefix", "workdir", "builder")}
-    if not all(isinstance(text, str) for text in texts.values()):
-        raise ImageError("layer config has a field of the wrong type")
-    parent = value.get("parent")
-    if parent is not None and not (isinstance(parent, str) and is_digest(parent)):
+
+
+def _mapping(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ImageError(f"layer config: {what} is no object")
+    return value
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str) or "\0" in value:
+        raise ImageError(f"layer config: {what} is no proper text")
+    return value
+
+
+def _one_of(value: Any, known: tuple[str, ...], what: str) -> str:
+    if value not in known:
+        raise ImageError(f"layer config: {what} {str(value)[:100]!r} is not known here")
+    return str(value)
+
+
+def _path(value: Any, what: str) -> str:
+    """Empty, or an absolute path inside the layer without ``.``, ``..`` or doubled slashes."""
+    text = _text(value, what)
+    if text and (not text.startswith("/") or any(part in ("", ".", "..") for part in text[1:].split("/") if text != "/")):
+        raise ImageError(f"layer config: {what} {text[:100]!r} is not an absolute path in plain form")
+    return text
+
+
+def _env(value: Any) -> dict[str, str]:
+    if not _is_text_map(value) or any(not name or "=" in name or "\0" in name + item for name, item in value.items()):
+        raise ImageError("layer config: env is not a map of names to values")
+    return dict(value)
+
+
+def _counts(value: Any) -> dict[str, int]:
+    counts = _mapping(value, "counts")
+    if not all(type(item) is int and 0 <= item < 1 << 63 for item in counts.values()):
+        raise ImageError("layer config: a count is no number")
+    return counts
+
+
+def _parent(value: Any) -> Digest | None:
+    if value is not None and not (isinstance(value, str) and is_digest(value)):
         raise ImageError("layer config names a parent that is no digest")
-    return LayerConfig(kind, env=env, counts=counts, parent=parent, recipe=recipe, **texts)
+    return value
 
 
 def _is_text_map(value: Any) -> bool:
@@ -226,12 +276,17 @@ def _object(data: Buffer) -> dict[str, Any]:
     if len(data) > MAX_JSON:
         raise ImageError(f"manifest of {len(data)} bytes is over the limit of {MAX_JSON}")
     try:
-        value = json.loads(bytes(data))
+        value = json.loads(bytes(data).decode(), parse_constant=_no_constant)
+        canonical_json(value)  # what has no UTF-8 form (a lone surrogate) could be read but never written again
     except (ValueError, RecursionError) as error:
         raise ImageError("manifest is not JSON") from error
     if not isinstance(value, dict):
         raise ImageError("manifest is not a JSON object")
     return value
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _list(value: Any) -> list[Any]:
