@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dsec_layers.api.environment import Created, Verified, env_create, gc, pull, push, rm, verify
     from dsec_layers.api.export import Exported, export
     from dsec_layers.api.look import Difference, Inspection, Listed, diff, inspect, ls
-    from dsec_layers.api.mounts import Ran, cache_clear, cache_show, mount, ps, run, umount
+    from dsec_layers.api.mounts import Ran, cache_clear, cache_show, mount, ps, run, stop, umount
     from dsec_layers.api.session import Session
     from dsec_layers.errors import DsecError
 
@@ -33,7 +33,7 @@ _PLACES = {
     "dsec_layers.api.environment": ("Created", "Verified", "env_create", "gc", "pull", "push", "rm", "verify"),
     "dsec_layers.api.export": ("Exported", "export"),
     "dsec_layers.api.look": ("Difference", "Inspection", "Listed", "diff", "inspect", "ls"),
-    "dsec_layers.api.mounts": ("Ran", "cache_clear", "cache_show", "mount", "ps", "run", "umount"),
+    "dsec_layers.api.mounts": ("Ran", "cache_clear", "cache_show", "mount", "ps", "run", "stop", "umount"),
     "dsec_layers.api.session": ("Session",),
     "dsec_layers.errors": ("DsecError",),
 }
@@ -68,6 +68,7 @@ __all__ = [
     "push",
     "rm",
     "run",
+    "stop",
     "umount",
     "verify",
 ]

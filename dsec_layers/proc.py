@@ -21,7 +21,19 @@ from typing import IO, Any, TypeAlias
 
 from dsec_layers.errors import ToolError
 
-__all__ = ["DEVNULL", "INHERIT", "PIPE", "Completed", "Process", "clean_environment", "find_tool", "run", "spawn", "tool_version"]
+__all__ = [
+    "DEVNULL",
+    "INHERIT",
+    "PIPE",
+    "Completed",
+    "Process",
+    "clean_environment",
+    "find_tool",
+    "inherited_environment",
+    "run",
+    "spawn",
+    "tool_version",
+]
 
 PIPE = subprocess.PIPE
 DEVNULL = subprocess.DEVNULL
@@ -70,6 +82,11 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
             env[name] = os.environ[name]
     env.update(extra or {})
     return env
+
+
+def inherited_environment() -> dict[str, str]:
+    """This process's whole environment: for a daemon that must find the same credentials and packages as its starter."""
+    return dict(os.environ)
 
 
 def find_tool(name: str) -> str:
@@ -153,8 +170,8 @@ def run(
         try:
             out, err = process.communicate(input, timeout=timeout)
         except subprocess.TimeoutExpired as error:
-            raise ToolError(f"{shlex.join(map(os.fspath, argv))} did not finish within {timeout:g} s") from error
-    done = Completed(tuple(map(os.fspath, argv)), process.returncode, out, err)
+            raise ToolError(f"{shlex.join((os.fspath(part) for part in argv))} did not finish within {timeout:g} s") from error
+    done = Completed(tuple((os.fspath(part) for part in argv)), process.returncode, out, err)
     if check and done.code != 0:
         raise ToolError(describe_failure(done), hint=_install_hint(done.argv[0]) if done.code == 127 else None)
     return done

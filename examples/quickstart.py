@@ -80,7 +80,7 @@ def report(console: Console, session: Session, lazy: Measured, eager: Measured) 
     rows = [
         (
             f"{layer.kind} {layer.name}",
-            human_bytes(layer.counts.get("image_bytes", 0)),
+            human_bytes(layer.counts.get("bytes", 0)),
             human_bytes(sum(b.size for b in layer.blobs if not b.foreign)),
         )
         for layer in found.layers
@@ -99,7 +99,7 @@ def report(console: Console, session: Session, lazy: Measured, eager: Measured) 
         right=(1, 2, 3),
     )
     console.out()
-    read = cache_show(session).present_bytes
+    read = cache_show(session).bytes
     console.out(f"share of the image's bytes that were read: {100 * read / found.image_bytes:.1f} % (the DSec report has 4.2 to 13.3 %)")
 
 

@@ -20,4 +20,4 @@ def command(app: App, ref: str, target: Path, driver: str | None) -> None:
     from dsec_layers.api.mounts import mount
 
     made = mount(app.session, ref, target, driver=driver)
-    app.console.result(made, lambda: app.console.out(f"{made.ref} on {made.target}"))
+    app.console.result(made, lambda: app.console.out(f"{ref} on {made.target}"))

@@ -18,7 +18,7 @@ def command(app: App) -> None:
 
     def show() -> None:
         app.console.table(
-            ("target", "ref", "digest", "driver", "layers"), [(r.target, r.ref, r.digest[7:19], r.driver, len(r.layers)) for r in rows]
+            ("target", "ref", "digest", "driver", "layers"), [(r.target, r.label, r.digest[7:19], r.driver, len(r.layers)) for r in rows]
         )
 
     app.console.result(rows, show)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from dsec_layers.cli.common import REF, App, Command, app_options, pass_app
@@ -57,12 +59,11 @@ def command(
     from dsec_layers.cli.values import parse_environment, parse_size
 
     try:
-        done = run(
+        return run(
             app.session, ref, argv,
             interactive=interactive, tty=tty, memory=parse_size(memory), cpus=cpus, pids=pids, network=network,
-            env=parse_environment(environment), workdir=workdir, user=user, hostname=hostname,
-        )  # fmt: skip
+            env=parse_environment(environment), environ=os.environ, workdir=workdir, user=user, hostname=hostname,
+        ).code  # fmt: skip
     except DsecError as error:
         error.exit_code = 125
         raise
-    return done.code
