@@ -170,8 +170,8 @@ def run(
         try:
             out, err = process.communicate(input, timeout=timeout)
         except subprocess.TimeoutExpired as error:
-            raise ToolError(f"{shlex.join((os.fspath(part) for part in argv))} did not finish within {timeout:g} s") from error
-    done = Completed(tuple((os.fspath(part) for part in argv)), process.returncode, out, err)
+            raise ToolError(f"{shlex.join(os.fspath(part) for part in argv)} did not finish within {timeout:g} s") from error
+    done = Completed(tuple(os.fspath(part) for part in argv), process.returncode, out, err)
     if check and done.code != 0:
         raise ToolError(describe_failure(done), hint=_install_hint(done.argv[0]) if done.code == 127 else None)
     return done

@@ -16,12 +16,13 @@ from typing import Self, TypeAlias
 
 from dsec_layers.errors import Conflict, DsecError, HostError, NotFound
 
-__all__ = ["mount_erofs", "mount_overlay", "umount"]
+__all__ = ["mount_bind", "mount_erofs", "mount_overlay", "umount"]
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
-_MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT = 429, 430, 431, 432
+_OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT = 428, 429, 430, 431, 432
 _FSOPEN_CLOEXEC = 1
+_OPEN_TREE_CLONE = 1
 _SET_FLAG, _SET_STRING, _CMD_CREATE = 0, 1, 6
 _FSMOUNT_CLOEXEC = 1
 _MOUNT_ATTR_RDONLY = 1
@@ -53,7 +54,7 @@ class _Context:
         self._what = what
         self._kind = kind
         self._stack = ExitStack()
-        self._directories: dict[str, int] = {}
+        self._opened: dict[str, int] = {}
         self._fd = -1
         try:
             self._fd = _call(_FSOPEN, kind.encode(), _FSOPEN_CLOEXEC)
@@ -78,24 +79,25 @@ class _Context:
     def path(self, key: str, value: StrPath, *, escape: bool = False) -> None:
         """Set an option to an absolute path of any length; ``escape`` for options that the file system unescapes."""
         text = os.path.abspath(os.fspath(value))  # noqa: PTH100 - resolve() would follow links
-        if escape:
-            text = text.replace("\\", "\\\\")
-        if len(os.fsencode(text)) > _LONGEST_VALUE:
-            text = self._shorten(text)
-        self._config(_SET_STRING, key, os.fsencode(text))
+        quote = "\\\\" if escape else "\\"
+        if len(os.fsencode(text.replace("\\", quote))) > _LONGEST_VALUE:
+            directory, name = os.path.split(text)
+            text = f"/proc/self/fd/{self._open(directory)}/{name}"
+            if len(os.fsencode(text.replace("\\", quote))) > _LONGEST_VALUE:
+                text = f"/proc/self/fd/{self._open(os.path.join(directory, name))}"  # noqa: PTH118
+        self._config(_SET_STRING, key, os.fsencode(text.replace("\\", quote)))
 
-    def _shorten(self, path: str) -> str:
-        """The same file through a descriptor of its directory: short enough for fsconfig(2)."""
-        directory, name = os.path.split(path)
-        fd = self._directories.get(directory)
+    def _open(self, path: str) -> int:
+        """A descriptor that stands for a path which is too long for fsconfig(2); kept until the mount is done."""
+        fd = self._opened.get(path)
         if fd is None:
             try:
-                fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+                fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
             except OSError as error:
-                raise self._failure(error, directory) from error
+                raise self._failure(error, path) from error
             self._stack.callback(os.close, fd)
-            self._directories[directory] = fd
-        return f"/proc/self/fd/{fd}/{name}"
+            self._opened[path] = fd
+        return fd
 
     def mount(self, target: StrPath, attributes: int = 0) -> None:
         """Create the file system and put it at ``target``."""
@@ -141,14 +143,16 @@ class _Context:
         return "; ".join(lines)
 
 
-def mount_erofs(metadata: StrPath, target: StrPath, devices: Sequence[StrPath] = ()) -> None:
+def mount_erofs(metadata: StrPath, target: StrPath, devices: Sequence[StrPath] = (), flags: Sequence[str] = ()) -> None:
     """Mount the EROFS image ``metadata`` (a file or block device) read-only at ``target``, with its extra devices in order.
 
-    Without devices an image that has a device table is taken for a flat image. Raises HostError with the kernel's message.
-    Source: Documentation/filesystems/erofs.rst.
+    Without devices an image that has a device table is taken for a flat image. ``flags`` are options without a value, such as ``directio``.
+    Raises HostError with the kernel's message. Source: Documentation/filesystems/erofs.rst.
     """
     with _Context("erofs", f"cannot mount {os.fspath(metadata)}") as context:
         context.path("source", metadata)
+        for flag in flags:
+            context.flag(flag)
         for device in devices:
             context.path("device", device)
         context.mount(target, _MOUNT_ATTR_RDONLY)
@@ -182,6 +186,18 @@ def mount_overlay(
             else:
                 context.text(key, value)
         context.mount(target, _MOUNT_ATTR_RDONLY if upper is None else 0)
+
+
+def mount_bind(source: StrPath, target: StrPath) -> None:
+    """Show the mount at the directory ``source`` at ``target`` as well, without what is mounted inside it. Raises HostError."""
+    try:
+        fd = _call(_OPEN_TREE, _AT_FDCWD, os.fsencode(source), _OPEN_TREE_CLONE | os.O_CLOEXEC)
+        try:
+            _call(_MOVE_MOUNT, fd, b"", _AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise HostError(f"cannot bind {os.fspath(source)} to {os.fspath(target)}: {error.strerror}") from error
 
 
 def umount(target: StrPath, lazy: bool = False) -> None:

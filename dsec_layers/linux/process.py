@@ -1,0 +1,78 @@
+"""Facts about processes and the running system that /proc tells: who still lives, which boot this is, which mount namespace."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+from pathlib import Path
+
+from dsec_layers.errors import DsecError
+from dsec_layers.fsio import map_os_error
+
+__all__ = ["boot_id", "is_alive", "mount_namespace", "set_descriptor_limit", "set_oom_score", "start_time", "sync_file_system"]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def boot_id() -> str:
+    """The random identifier of this boot."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks after boot (field 22 of /proc/PID/stat); None if there is no such process or it is a zombie.
+
+    With the pid this names a process for good: pids are used again, start times are not.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text[text.rindex(")") + 2 :].split()  # the command in parentheses may hold spaces and parentheses
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def is_alive(pid: int, started: int) -> bool:
+    """Whether the process that had ``pid`` and ``started`` then still runs."""
+    return start_time(pid) == started
+
+
+def mount_namespace(pid: int | str = "self") -> str:
+    """The identity of a process's mount namespace."""
+    return str(Path(f"/proc/{pid}/ns/mnt").readlink())
+
+
+def set_oom_score(value: int) -> None:
+    """Set how gladly the kernel kills this process when memory is short (-1000 never .. 1000 first). Without the right to lower it, nothing changes."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text(str(value))
+    except OSError:
+        pass
+
+
+def set_descriptor_limit(wanted: int) -> int:
+    """Set this process's limit of open files to ``wanted``, or as near as allowed; returns what it is now."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for limits in ((wanted, max(wanted, hard)), (min(wanted, hard), hard)):
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        except (ValueError, OSError):
+            continue
+        break
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def sync_file_system(path: Path) -> None:
+    """Wait until everything written to the file system of ``path`` is durable (syncfs(2))."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if _libc.syncfs(fd) < 0:
+            raise _mapped(path)
+    finally:
+        os.close(fd)
+
+
+def _mapped(path: Path) -> DsecError:
+    code = ctypes.get_errno()
+    return map_os_error(OSError(code, os.strerror(code)), f"sync {path}")

@@ -1,0 +1,137 @@
+"""The daemon's control protocol: messages over a Unix socket in the cache directory.
+
+A message is a 4-byte big-endian length and a JSON object; descriptors may come along with the length. The daemon speaks first:
+``{"version": 1, "pid": …, "warnings": […]}``. Then requests ``{"op": NAME, …}`` and, for each, ``{"ok": …}`` or ``{"error": {"type", "message", "hint"}}``,
+``type`` being a class of dsec_layers.errors. The socket is only for the user the daemon runs as (mode 0600, and the peer's uid is checked).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from dsec_layers import errors
+from dsec_layers.errors import DsecError, HostError
+
+__all__ = ["VERSION", "Message", "connect", "error_from", "error_message", "listen", "peer_uid", "receive", "send"]
+
+Message: TypeAlias = dict[str, Any]
+
+VERSION: Final = 1
+SOCKET: Final = "control"
+_LENGTH: Final = struct.Struct(">I")
+_LONGEST: Final = 64 << 20
+_MOST_FDS: Final = 16
+_PEER: Final = struct.Struct("=iII")
+
+
+@contextmanager
+def _short_path(root: Path) -> Iterator[str]:
+    """The socket's address through a descriptor of its directory: an address holds 107 bytes, a cache path may be longer."""
+    fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{SOCKET}"
+    finally:
+        os.close(fd)
+
+
+def listen(root: Path) -> socket.socket:
+    """A listening socket in the cache directory. Only for who holds the cache's lock: an old socket there is replaced."""
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    (root / SOCKET).unlink(missing_ok=True)
+    with _short_path(root) as address:
+        before = os.umask(0o177)
+        try:
+            channel.bind(address)
+        finally:
+            os.umask(before)
+    channel.listen(256)
+    return channel
+
+
+def connect(root: Path, timeout: float | None = None) -> socket.socket | None:
+    """A connection to the daemon of the cache ``root``; None if there is none."""
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    channel.settimeout(timeout)
+    try:
+        with _short_path(root) as address:
+            channel.connect(address)
+    except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
+        channel.close()
+        return None
+    except PermissionError as error:
+        channel.close()
+        raise HostError(f"the daemon of cache {root} belongs to another user", hint="run as root, or use another cache") from error
+    except OSError as error:
+        channel.close()
+        raise HostError(f"cannot reach the daemon of cache {root}: {error.strerror or error}") from error
+    return channel
+
+
+def peer_uid(channel: socket.socket) -> int:
+    """The user at the other end."""
+    uid: int = _PEER.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1]
+    return uid
+
+
+def send(channel: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
+    """Send one message. Raises OSError."""
+    data = json.dumps(message, separators=(",", ":")).encode()
+    head = _LENGTH.pack(len(data))
+    if fds:
+        sent = socket.send_fds(channel, [head], list(fds))
+        head = head[sent:]
+    channel.sendall(head + data)
+
+
+def receive(channel: socket.socket) -> tuple[Message, list[int]] | None:
+    """One message and the descriptors that came with it; None when the other side has closed. Raises OSError, ValueError for what is no message."""
+    head, fds, _, _ = socket.recv_fds(channel, _LENGTH.size, _MOST_FDS)
+    try:
+        if not head:
+            return None
+        head += _exactly(channel, _LENGTH.size - len(head))
+        (length,) = _LENGTH.unpack(head)
+        if length > _LONGEST:
+            raise ValueError(f"message of {length} bytes")
+        value = json.loads(_exactly(channel, length))
+        if not isinstance(value, dict):
+            raise ValueError("message is no object")  # noqa: TRY004 - what came is wrong, not a caller
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    return value, fds
+
+
+def _exactly(channel: socket.socket, length: int) -> bytes:
+    parts = []
+    while length:
+        part = channel.recv(min(length, 1 << 20))
+        if not part:
+            raise ConnectionResetError("the other side closed in the middle of a message")
+        parts.append(part)
+        length -= len(part)
+    return b"".join(parts)
+
+
+def error_message(error: DsecError) -> Message:
+    """The message that carries ``error``."""
+    return {"error": {"type": type(error).__name__, "message": error.message, "hint": error.hint}}
+
+
+def error_from(value: Message) -> DsecError:
+    """The error that a message carries."""
+    kind = getattr(errors, str(value.get("type")), DsecError)
+    if not (isinstance(kind, type) and issubclass(kind, DsecError)):
+        kind = DsecError
+    hint = value.get("hint")
+    return kind(str(value.get("message")), hint=str(hint) if hint else None)

@@ -1,0 +1,171 @@
+"""Starting the daemon: ``python -m dsec_layers.fuse.daemon --cache DIR``.
+
+Checks the host, takes the cache's lock, makes what must outlive every worker (lock, fanotify group, shared memory, control socket) and then becomes the
+keeper, in the background unless told otherwise. Returns, or tells systemd, when the daemon serves. Standard error says why if it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import sys
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from dsec_layers.cache.directory import CacheDirectory, lock
+from dsec_layers.errors import Conflict, DsecError, HostError
+from dsec_layers.fsio import map_os_error
+from dsec_layers.fuse import control
+from dsec_layers.fuse.keeper import Hand, become_keeper
+from dsec_layers.fuse.options import LOG, Options
+from dsec_layers.fuse.requirements import check_fanotify, check_root, watch
+from dsec_layers.linux.process import set_descriptor_limit
+
+__all__ = ["main"]
+
+_START: Final = 60.0
+"""Seconds a daemon may take to start."""
+_TAIL: Final = 2000
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Start the daemon of a cache, or find that it runs already."""
+    arguments = _parse(argv)
+    try:
+        check_root()
+        return _start(arguments.cache.absolute(), _options(arguments), foreground=arguments.foreground)
+    except OSError as error:
+        return _fail(map_os_error(error, f"cache {arguments.cache}"))
+    except DsecError as error:
+        return _fail(error)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    defaults = Options()
+    parser = argparse.ArgumentParser(prog="dsec_layers.fuse.daemon", description="Serve lazily mounted layers from a cache directory.")
+    parser.add_argument("--cache", type=Path, required=True, metavar="DIR", help="the cache directory")
+    parser.add_argument("--foreground", action="store_true", help="stay in the foreground (for systemd)")
+    parser.add_argument("--linger", type=float, default=defaults.linger, metavar="S", help="keep unused layers mounted for S seconds")
+    parser.add_argument("--idle", type=float, default=defaults.idle, metavar="S", help="end after S seconds without mounts; 0: never")
+    parser.add_argument("--fetches", type=int, default=defaults.fetches, metavar="N", help="fetch at most N segments at once")
+    parser.add_argument("--deadline", type=float, default=defaults.deadline, metavar="S", help="readers get an error after S seconds")
+    parser.add_argument("--buffered", action="store_true", help="mount without directio: segments are cached twice in memory")
+    parser.add_argument("--holes", action="store_true", help="absent segments are holes, as on kernels that need it")
+    return parser.parse_args(argv)
+
+
+def _options(arguments: argparse.Namespace) -> Options:
+    return Options(
+        linger=arguments.linger,
+        idle=arguments.idle,
+        fetches=arguments.fetches,
+        deadline=arguments.deadline,
+        direct=not arguments.buffered,
+        holes=arguments.holes,
+    )
+
+
+def _fail(error: DsecError) -> int:
+    sys.stderr.write(f"{error.message}\n{error.hint or ''}\n")
+    return error.exit_code
+
+
+def _start(cache: Path, options: Options, *, foreground: bool) -> int:
+    cache.mkdir(mode=0o755, parents=True, exist_ok=True)
+    try:
+        lock_fd = lock(cache)
+    except Conflict:
+        return _await_other(cache)
+    if foreground:
+        _become(cache, options, lock_fd, -1)
+    ready_read, ready_write = os.pipe2(os.O_CLOEXEC)
+    if os.fork() == 0:
+        os.close(ready_read)
+        try:
+            _detach(cache / LOG)
+            _become(cache, options, lock_fd, ready_write)
+        except DsecError as error:
+            os.write(ready_write, f"{error.message}\n{error.hint or ''}\n".encode())
+        except OSError as error:
+            os.write(ready_write, f"{error}\n".encode())
+        finally:
+            os._exit(1)
+    os.close(ready_write)
+    os.close(lock_fd)
+    return _await_ready(ready_read, cache / LOG)
+
+
+def _become(cache: Path, options: Options, lock_fd: int, ready: int) -> NoReturn:
+    """Make what outlives the workers and execute the keeper."""
+    set_descriptor_limit(65_536)
+    directory = CacheDirectory(cache, lock_fd=lock_fd)
+    listening = control.listen(cache)
+    group, unusable = -1, None
+    try:
+        check_fanotify(cache)
+        group = watch(directory.absent)
+    except HostError as error:
+        unusable = {"message": error.message, "hint": error.hint}
+    spec: dict[str, Any] = {
+        "cache": str(cache),
+        "log": str(cache / LOG),
+        "group": group,
+        "hand": Hand.create(),
+        "listen": listening.detach(),
+        "lock": lock_fd,
+        "ready": ready,
+        "path": sys.path,
+        "worker": "dsec_layers.fuse.worker",
+        "options": {name: getattr(options, name) for name in Options.__slots__},
+        "unusable": unusable,
+        "warnings": [],
+    }
+    become_keeper(spec)
+    raise AssertionError("exec returned")
+
+
+def _detach(log: Path) -> None:
+    """Leave the caller's session and standard streams; errors that nobody expects go to the log."""
+    os.setsid()
+    os.chdir("/")
+    null = os.open("/dev/null", os.O_RDWR)
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    os.dup2(target, 2)
+    os.close(null)
+    os.close(target)
+
+
+def _await_ready(ready: int, log: Path) -> int:
+    """Wait until the daemon says that it serves; if it ends instead, say why."""
+    said = b""
+    while select.select([ready], [], [], _START)[0]:
+        part = os.read(ready, 4096)
+        if not part:
+            break
+        said += part
+        if said == b"ready\n":
+            return 0
+    message = said.decode(errors="replace").strip()
+    if not message:
+        tail = log.read_text(errors="replace")[-_TAIL:] if log.exists() else ""
+        message = f"the daemon did not start; the end of {log}:\n{tail}"
+    sys.stderr.write(f"{message}\n")
+    return HostError.exit_code
+
+
+def _await_other(cache: Path) -> int:
+    """Somebody else holds the cache: fine if that is a daemon that answers."""
+    channel = control.connect(cache, _START)
+    if channel is None:
+        raise Conflict(f"cache {cache} is in use by a program that is no daemon", hint="wait for it to end, or use another cache")
+    with channel:
+        if control.receive(channel) is None:
+            raise HostError(f"the daemon of cache {cache} does not answer", hint=f"see {cache / LOG}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""Layer mounts: each layer mounted once on this host, below <cache>/layers/, however many use it.
+
+A layer that nobody uses any more stays mounted for a while: the next sandbox on it finds its pages still cached.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from dsec_layers.cache.directory import CacheDirectory
+from dsec_layers.cache.metadata import LayerFiles, files_of, layer_files, local_layer_files
+from dsec_layers.cache.piece import Piece
+from dsec_layers.cache.segments import SegmentCache
+from dsec_layers.digest import Digest
+from dsec_layers.errors import Conflict, DsecError, HostError, NotFound
+from dsec_layers.fsio import map_os_error
+from dsec_layers.fuse.records import LayerUse, Records
+from dsec_layers.linux.mount import umount
+from dsec_layers.linux.mountinfo import read_mounts
+from dsec_layers.store.base import Store
+from dsec_layers.store.open import open_store
+
+__all__ = ["LayerMounts", "Mounter", "Stores"]
+
+_log = logging.getLogger(__name__)
+
+_MOST_SOURCES: Final = 4
+
+Mounter = Callable[[LayerFiles, Path], None]
+"""Mounts a layer's image at a directory by one driver."""
+
+
+class Stores:
+    """Stores by URL, each opened once."""
+
+    def __init__(self, opener: Callable[[str], Store] = lambda url: open_store(url, create=False)) -> None:
+        self._opener = opener
+        self._open: dict[str, Store] = {}
+        self._lock = threading.Lock()
+
+    def get(self, url: str) -> Store:
+        """The store at ``url``."""
+        with self._lock:
+            store = self._open.get(url)
+        if store is not None:
+            return store
+        opened = self._opener(url)  # may take long: not under the lock
+        with self._lock:
+            return self._open.setdefault(url, opened)
+
+
+@dataclass(slots=True)
+class _Layer:
+    use: LayerUse
+    path: Path
+    files: LayerFiles | None = None
+    users: int = 0
+    idle_since: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class LayerMounts:
+    """The layers that are mounted. Thread-safe. ``mounters``: by driver name."""
+
+    def __init__(
+        self,
+        directory: CacheDirectory,
+        cache: SegmentCache,
+        stores: Stores,
+        records: Records,
+        mounters: Mapping[str, Mounter],
+        *,
+        linger: float,
+    ) -> None:
+        self._directory = directory
+        self._cache = cache
+        self._stores = stores
+        self._records = records
+        self._mounters = mounters
+        self._linger = linger
+        self._lock = threading.Lock()
+        self._layers: dict[tuple[Digest, str], _Layer] = {}
+        self._files: dict[Digest, LayerFiles] = {}
+        self._device = directory.layers.stat().st_dev
+
+    def use(self, use: LayerUse) -> Path:
+        """Where the layer is mounted; it is fetched and mounted first if need be, and stays until ``unuse`` was called as often."""
+        if use.driver not in self._mounters:
+            raise HostError(f"there is no driver {use.driver!r} here", hint=f"drivers: {', '.join(self._mounters)}")
+        with self._lock:
+            layer = self._layers.get((use.digest, use.driver))
+            if layer is None:
+                layer = self._layers[use.digest, use.driver] = _Layer(use, self._path(use))
+            layer.users += 1
+        try:
+            with layer.lock:
+                self._ensure(layer)
+        except BaseException:
+            self.unuse(use)
+            raise
+        return layer.path
+
+    def unuse(self, use: LayerUse) -> None:
+        """One user less."""
+        with self._lock:
+            layer = self._layers[use.digest, use.driver]
+            layer.users -= 1
+            layer.idle_since = time.monotonic()
+
+    def sweep(self, *, now: bool = False) -> None:
+        """Unmount the layers that nobody has used for a while, with ``now`` all that nobody uses."""
+        before = time.monotonic() - (0 if now else self._linger)
+        with self._lock:
+            idle = [layer for layer in self._layers.values() if not layer.users and layer.idle_since <= before]
+        for layer in idle:
+            with layer.lock:
+                self._leave(layer)
+
+    def find(self, digest: bytes) -> Sequence[Piece]:
+        """Where a segment can be had, by the layers known here."""
+        found = self._find(digest)
+        if not found:
+            self._load_known()
+            found = self._find(digest)
+        return found
+
+    def adopt(self) -> None:
+        """Take over the mounts that a worker before made: unused until somebody says that he uses them."""
+        prefix = f"{self._directory.layers}/"
+        stores = dict(self._records.known())
+        for mount in read_mounts():
+            if not mount.target.startswith(prefix):
+                continue
+            name, _, driver = mount.target[len(prefix) :].partition(".")
+            digest = f"sha256:{name}"
+            if digest in stores:
+                use = LayerUse(digest, stores[digest], driver or "fanotify")
+                self._layers[digest, use.driver] = _Layer(use, Path(mount.target), self._files_here(use), idle_since=time.monotonic())
+            else:
+                _log.warning("%s is mounted, but no record says from which store", mount.target)
+
+    def segments_in_use(self) -> set[str]:
+        """The names of all segments of mounted layers."""
+        with self._lock:
+            return {name for layer in self._layers.values() if layer.files for name in layer.files.names}
+
+    def files_in_use(self) -> set[Path]:
+        """The files in metadata/ and images/ that mounted layers need."""
+        with self._lock:
+            return {path for layer in self._layers.values() if layer.files for path in files_of(self._directory, layer.files)}
+
+    def rows(self) -> Iterator[tuple[LayerUse, Path, int, int]]:
+        """(layer, mount point, users, segments) of the mounted layers."""
+        with self._lock:
+            layers = list(self._layers.values())
+        for layer in layers:
+            yield layer.use, layer.path, layer.users, len(layer.files.names) if layer.files else 0
+
+    def forget_files(self) -> list[Digest]:
+        """Drop what is remembered of layers that are not mounted; returns the digests of those that are."""
+        with self._lock:
+            mounted = [digest for digest, _ in self._layers]
+            self._files = {digest: files for digest, files in self._files.items() if digest in mounted}
+        return mounted
+
+    def _path(self, use: LayerUse) -> Path:
+        name = use.digest.removeprefix("sha256:")
+        return self._directory.layers / (name if use.driver == "fanotify" else f"{name}.{use.driver}")
+
+    def _ensure(self, layer: _Layer) -> None:
+        """Mount a layer unless it is; under its lock."""
+        use = layer.use
+        if layer.files is None:
+            layer.files = layer_files(self._directory, use.store, use.digest, self._stores.get, self._cache.fetcher.limits)
+        self._files[use.digest] = layer.files
+        try:
+            layer.path.mkdir(mode=0o755, exist_ok=True)
+            if layer.path.stat().st_dev != self._device:
+                return  # by an earlier use, or by a worker that was killed before it could note it
+            self._records.remember(use.digest, use.store)
+            self._mounters[use.driver](layer.files, layer.path)
+        except OSError as error:
+            raise map_os_error(error, str(layer.path)) from error
+
+    def _leave(self, layer: _Layer) -> None:
+        """Unmount a layer if still nobody uses it; under its lock, for which a new user waits."""
+        with self._lock:
+            if layer.users:
+                return
+        try:
+            umount(layer.path)
+        except NotFound:
+            pass
+        except DsecError as error:  # Conflict: somebody stands in it; tried again later
+            _log.log(logging.INFO if isinstance(error, Conflict) else logging.ERROR, "%s", error.message)
+            layer.idle_since = time.monotonic()
+            return
+        with suppress(OSError):
+            layer.path.rmdir()
+        with self._lock:
+            if not layer.users:
+                self._layers.pop((layer.use.digest, layer.use.driver), None)
+
+    def _find(self, digest: bytes) -> list[Piece]:
+        found: dict[tuple[str, str, int], Piece] = {}
+        for files in list(self._files.values()):
+            number = files.index.get(digest)
+            if number is not None:
+                piece = files.piece(number)
+                found[piece.store, piece.blob, piece.offset] = piece
+                if len(found) == _MOST_SOURCES:
+                    break
+        return list(found.values())
+
+    def _files_here(self, use: LayerUse) -> LayerFiles | None:
+        try:
+            files = local_layer_files(self._directory, use.store, use.digest)
+        except (DsecError, OSError) as error:
+            _log.warning("metadata of %s: %s", use.digest, error)
+            return None
+        if files is not None:
+            self._files[use.digest] = files
+        return files
+
+    def _load_known(self) -> None:
+        """Look at all layers whose metadata is in the cache: an image may live on in another mount namespace."""
+        for digest, store in self._records.known():
+            if digest not in self._files:
+                self._files_here(LayerUse(digest, store, ""))

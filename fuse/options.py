@@ -1,0 +1,26 @@
+"""Settings of a daemon."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["LOG", "Options"]
+
+LOG: Final = "daemon.log"
+"""Name of the daemon's log in the cache directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``linger``: seconds an unused layer stays mounted; ``idle``: seconds without mounts after which the daemon ends (0: never); ``fetches``: segments fetched
+    at once; ``deadline``: seconds after which a reader gets an error; ``direct``: mount so that segments are not cached twice in memory; ``holes``: absent
+    segments as holes even where empty files would do (cache/segments.py).
+    """
+
+    linger: float = 30.0
+    idle: float = 300.0
+    fetches: int = 16
+    deadline: float = 60.0
+    direct: bool = True
+    holes: bool = False
