@@ -7,7 +7,7 @@ import os
 import click
 
 from dsec_layers.cli.common import REF, App, Command, app_options, pass_app
-from dsec_layers.errors import DsecError
+from dsec_layers.errors import DsecError, UsageError
 
 
 @click.command(
@@ -58,6 +58,9 @@ def command(
     from dsec_layers.api.mounts import run
     from dsec_layers.cli.values import parse_environment, parse_size
 
+    argv = argv[1:] if argv[0] == "--" else argv
+    if not argv:
+        raise UsageError("no command to run", hint="dsec-layers run REF -- CMD...")
     try:
         return run(
             app.session, ref, argv,
