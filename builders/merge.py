@@ -89,11 +89,17 @@ class Merger:
         if old is not None and self._replaces(old, inode):
             return None
         children[tail] = inode
-        if own is not None and inode.children is not None:
-            self._given.add(inode)
+        if inode.children is not None:
+            self._enter(name, inode)
         return inode if linked is None and stat.S_ISREG(inode.mode) else None
 
     # -- places
+
+    def _enter(self, name: bytes, directory: Inode) -> None:
+        """A new directory of this layer: what is in it probably comes next."""
+        if self._layer > 0:
+            self._given.add(directory)
+        self._heads[name] = (directory, self._own.setdefault(directory, set()) if self._layer > 0 else None)
 
     def _place(self, name: bytes, head: bytes, tail: bytes) -> tuple[tuple[Inode, set[bytes] | None] | None, bytes]:
         """The directory and last component of a name off the beaten track: (None, b"") for the root, (None, marker) for one that only deletes."""
@@ -116,7 +122,7 @@ class Merger:
         return place, parts[-1]
 
     def _directory(self, name: bytes, parts: list[bytes], *, make: bool) -> Inode | None:
-        """The directory that ``parts`` lead to, symbolic links followed inside the tree. Missing ones are made, or (not ``make``) give None."""
+        """The directory that ``parts`` lead to, symbolic links followed inside the tree. A missing one is made, or (not ``make``) gives None."""
         root = self.tree.root
         path: list[tuple[Inode, bytes]] = []  # directories from the root down, each with the name of the next one
         here, todo, links, size, steps = root, parts[::-1], 0, 0, 0
@@ -142,9 +148,9 @@ class Merger:
             size += len(part) + 1
             if size > MAX_PATH:
                 raise InputError(f"{shown(name)} leads to a path of more than {MAX_PATH} bytes")
+            if not make and (child is None or child.children is None):
+                return None
             if child is None:
-                if not make:
-                    return None
                 check_name(part, name)
                 child = self._make(here, part)
             elif child.children is None:

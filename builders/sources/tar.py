@@ -103,10 +103,10 @@ class TarReader:
             sink.stream(inode, inode.size, self._sparse_pieces(self._sparse, inode.size))
             return
         start = window.at
-        if start + size <= len(window.buffer):
-            window.at = start + size
-            self._left -= size
-            self._stored = 0
+        following = start + self._left
+        if following <= len(window.buffer):
+            window.at = following
+            self._left = self._stored = 0
             sink.whole(inode, window.view[start : start + size])
         elif size <= WHOLE:
             sink.whole(inode, self._take(size))
@@ -203,9 +203,14 @@ class TarReader:
     def _simple(self, buffer: bytes, at: int, fields: _Fields) -> Member | None:
         """A plain file or directory that the 512 bytes say all about: nearly every member, so this path is short."""
         name, mode, uid, gid, size, mtime, _, kind, _, magic = fields
-        if self._local or self._globals or self._long or magic[:5] != b"ustar" or (buffer[at + 345] and magic[5] == 0):
+        if self._local or self._globals or magic[:5] != b"ustar" or (buffer[at + 345] and magic[5] == 0):
             return None
-        name = name.partition(b"\0")[0]
+        if self._long:
+            name = self._long.get(b"L", b"")
+            if len(name) > MAX_PATH:
+                return None
+        else:
+            name = name.partition(b"\0")[0]
         if not name:
             return None
         if kind == b"0":
@@ -219,6 +224,8 @@ class TarReader:
             name = name.rstrip(b"/") or b"."
         else:
             return None
+        if self._long:
+            self._long = {}
         self._sparse = None
         self._name = name
         return name, inode, b""
@@ -253,6 +260,8 @@ class TarReader:
         elif kind == b"D":
             self._left = size + (-size % RECORD)
         elif kind == b"2":
+            if not target:
+                raise InputError(f"the symbolic link {shown(name)} has no target")
             inode.data, inode.size = target, len(target)
         elif kind in (b"3", b"4"):
             inode.rdev = self._rdev(kind, buffer, at, records)
