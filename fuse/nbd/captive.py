@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from string import Template
 
 from dsec_layers.fuse.nbd.exports import Export
 from dsec_layers.fuse.nbd.server import Server
@@ -14,6 +14,8 @@ from dsec_layers.proc import INHERIT, clean_environment, spawn
 from dsec_layers.progress import SILENT, Progress
 
 __all__ = ["run_captive"]
+
+_VARIABLE = re.compile(r"\$(?:(uri|unixsocket)\b|\{(uri|unixsocket)\})")
 
 
 def run_captive(
@@ -36,7 +38,7 @@ def run_captive(
         path = Path(folder) / "socket"
         with Server(exports, unix=path, read_only=read_only, limits=limits, progress=progress) as server:
             values = {"uri": server.uri(exports[0].name), "unixsocket": str(path)}
-            argv = [Template(part).safe_substitute(values) for part in command]
+            argv = [_VARIABLE.sub(lambda found: values[found[1] or found[2]], part) for part in command]
             environment = {**(clean_environment() if env is None else env), **values}
             with spawn(argv, stdin=INHERIT, stdout=INHERIT, stderr=INHERIT, env=environment) as process:
                 code = process.wait()

@@ -74,9 +74,11 @@ def remove_socket(path: Path, identity: tuple[int, int]) -> None:
 
 def listen_tcp(host: str, port: int, *, anywhere: bool) -> socket.socket:
     """A listening TCP socket. An address that other machines can reach raises UsageError unless ``anywhere``."""
+    if not 0 <= port <= 65535:
+        raise UsageError(f"{port} is not a port")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except (OSError, UnicodeError, OverflowError) as error:
+    except (OSError, UnicodeError) as error:
         raise UsageError(f"cannot listen on {host!r}, port {port}: {error}") from error
     if not anywhere and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
         raise UsageError(
