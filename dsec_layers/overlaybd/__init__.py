@@ -3,9 +3,9 @@
 Everything is a BlockSource in and bytes out; only ``upper`` works on files, through descriptors it is given. docs/formats/overlaybd.md describes the formats.
 """
 
-from dsec_layers.overlaybd.commit import Packing, commit, merge
 from dsec_layers.overlaybd.disk import Disk, Extent
 from dsec_layers.overlaybd.layer import LsmtLayer, open_layer, open_sparse, open_upper_pair
+from dsec_layers.overlaybd.packing import Packing, commit, merge
 from dsec_layers.overlaybd.stream import Write
 from dsec_layers.overlaybd.upper import Recovery, Upper
 from dsec_layers.overlaybd.zfile import BlockCache, ZFile

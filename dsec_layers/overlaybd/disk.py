@@ -10,8 +10,8 @@ from typing import Literal, TypeAlias
 from dsec_layers.blocksource import BlockSource, check_range
 from dsec_layers.digest import Buffer
 from dsec_layers.errors import ImageError, LimitError, UsageError
-from dsec_layers.overlaybd.commit import stack_layers, virtual_size
 from dsec_layers.overlaybd.layer import LsmtLayer
+from dsec_layers.overlaybd.packing import stack_layers, virtual_size
 from dsec_layers.overlaybd.segments import MAX_SOURCES, SECTOR, Segments, stack
 from dsec_layers.overlaybd.upper import Upper
 

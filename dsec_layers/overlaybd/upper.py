@@ -28,9 +28,9 @@ from dsec_layers.digest import Buffer
 from dsec_layers.errors import Conflict, ImageError, LimitError, StoreError
 from dsec_layers.fsio import map_os_error, pread_exact, pwrite_all
 from dsec_layers.linux.fallocate import punch_hole
-from dsec_layers.overlaybd.commit import seal_tail
 from dsec_layers.overlaybd.layer import LsmtLayer, parse_log, read_upper_headers
 from dsec_layers.overlaybd.lsmt import ENTRY, MAX_LENGTH, NIL_UUID, SPACE, Flags, Header, encode_entries
+from dsec_layers.overlaybd.packing import seal_tail
 from dsec_layers.overlaybd.segments import MAX_SEGMENTS, SECTOR, Ints, Segments
 from dsec_layers.overlaybd.upper_index import UpperIndex, dead_blocks
 

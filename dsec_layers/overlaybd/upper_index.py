@@ -114,7 +114,7 @@ def dead_blocks(mapping: Segments, freed: Ints, start: int, end: int, block: int
     used = used[np.argsort(used[:, 0], kind="stable")]
     reached = np.maximum.accumulate(np.concatenate([[start], used[:-1, 1]]))
     first = -(-reached // block) * block
-    last = used[:, 0] // block * block
+    last = np.minimum(used[:, 0], end) // block * block
     gaps = np.stack([first, last], axis=1)
     dead: Ints = gaps[last > first]
     return dead

@@ -124,7 +124,7 @@ def _packed_index(mapping: Segments) -> Segments:
         (pieces.end[:-1] == pieces.lba[1:]) & (pieces.zeroed[:-1] == pieces.zeroed[1:]) & (pieces.source[:-1] == pieces.source[1:])
     )  # fmt: skip
     starts = _joined(length, joins)
-    stops = np.append(starts[1:], len(pieces)) - 1
+    stops = np.append(starts, len(pieces))[1:] - 1
     return replace(pieces.take(starts), end=pieces.end[stops])
 
 
