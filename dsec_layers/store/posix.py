@@ -29,7 +29,7 @@ from dsec_layers.errors import CorruptError, NotFound, StoreError, UsageError
 from dsec_layers.fsio import fsync_directory, map_os_error, pread_exact, write_atomic
 from dsec_layers.store.base import BlobInfo, BlobWriter, Capabilities, Ref, Store, check_range
 from dsec_layers.store.descriptors import Descriptors
-from dsec_layers.store.posix_refs import PosixRefs
+from dsec_layers.store.posix_refs import PosixRefs, make_directory
 
 __all__ = ["PosixStore", "is_3fs", "open_url"]
 
@@ -98,6 +98,7 @@ class PosixStore:
         self._blobs = self.root / "blobs" / "sha256"
         self._refs = PosixRefs(self, self.root / "refs", max(self._patience, 1.0))
         self._descriptors = Descriptors(self._open)
+        self._durable: set[Path] = set()
         self._swept = False
         with self.mapped("open"):
             self._check_root(create)
@@ -231,9 +232,10 @@ class PosixStore:
     def publish(self, temporary: Path, digest: Digest, size: int) -> BlobInfo:
         """Give a complete, durable file its blob name. One that has it already stays, unless its size is wrong (lost in a power failure)."""
         path = self._path(digest)
-        if not path.parent.is_dir():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fsync_directory(path.parent.parent)
+        make_directory(path.parent)
+        if path.parent not in self._durable:
+            fsync_directory(path.parent.parent)  # whoever made it may have died before doing so
+            self._durable.add(path.parent)
         try:
             path.hardlink_to(temporary)
         except FileExistsError:
@@ -263,11 +265,11 @@ class PosixStore:
             if not create:
                 hint = "is the file system mounted? is the path right?"
                 raise StoreError(f"{self.url} is not a store (there is no {MARKER})", hint=hint) from None
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_directory(self.root)
         if any(path.name not in _OURS and MARKER not in path.name for path in self.root.iterdir()) and not (self.root / MARKER).exists():
             raise UsageError(f"{self.root} is neither a store nor an empty directory", hint="name an empty or a new directory")
         for name in ("blobs/sha256", "refs", "tmp", "trash"):
-            (self.root / name).mkdir(parents=True, exist_ok=True)
+            make_directory(self.root / name)
         write_atomic(self.root / MARKER, _CONTENT)
 
     def _found(self, digest: Digest, call: Callable[[], _T]) -> _T:
@@ -303,7 +305,7 @@ class PosixStore:
         """Rename into the trash, then settle. Whether the blob was put back."""
         cutoff = _NEVER if older_than is None else int(older_than * 1e9)
         trashed = self.root / "trash" / path.name[:2] / f"{path.name}.{cutoff}.{time.time_ns()}"
-        trashed.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(trashed.parent)
         path.rename(trashed)
         return self._settle(trashed, time.time_ns())
 

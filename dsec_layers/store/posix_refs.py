@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -23,7 +23,7 @@ from dsec_layers.errors import Conflict, CorruptError, NotFound, StoreError
 from dsec_layers.fsio import fsync_directory
 from dsec_layers.store.base import Ref, check_ref, split_ref
 
-__all__ = ["PosixRefs"]
+__all__ = ["PosixRefs", "make_directory"]
 
 _NUMBER: Final = re.compile(r"[0-9]{20}\Z")
 _REMOVED: Final = "-"
@@ -31,6 +31,17 @@ KEEP: Final = 8
 PRUNE_AGE: Final = 3600.0
 LATE: Final = 600.0
 """Seconds from look to link after which a link counts as made too late. Far below PRUNE_AGE, to leave room for clocks that differ."""
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it, if they are not there. Does not look again at what mkdir(2) said was there: that look may be answered from a cache."""
+    try:
+        with suppress(FileExistsError):
+            path.mkdir()
+    except FileNotFoundError:
+        make_directory(path.parent)
+        with suppress(FileExistsError):
+            path.mkdir()
 
 
 class Host(Protocol):
@@ -50,6 +61,7 @@ class PosixRefs:
         self._host = host
         self._root = root
         self._patience = patience
+        self._durable: set[Path] = set()
 
     def get(self, name: str) -> Ref:
         """The ref, or NotFound."""
@@ -115,10 +127,11 @@ class PosixRefs:
             time.sleep(0.05)
 
     def _link(self, directory: Path, number: int, value: Digest | None, name: str) -> None:
-        if not directory.is_dir():
-            directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
+        if directory not in self._durable:
             fsync_directory(self._root)
             fsync_directory(directory.parent)
+            self._durable.add(directory)
         temporary = self._host.temporary()
         try:
             fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
