@@ -183,9 +183,10 @@ class PackSink:
         """Turn the window's chunks into extents."""
         pending, self._pending, self._held = self._pending, [], 0
         recent, extents, sums, foreign = self._index.recent, self.extents, self.sums, self._foreign
-        recalled = self._index.recall(item[0] for item in pending)
+        digests = [digest for digest, _, slot, _ in pending if slot >= 0]
+        recalled = self._index.recall(digests)
         if foreign is not None:
-            foreign.look([digest for digest, _, _, _ in pending if digest not in recent and digest not in recalled])
+            foreign.look([digest for digest in digests if digest not in recent and digest not in recalled])
         for digest, data, slot, run in pending:
             extent = recent.get(digest)
             if extent is not None or (extent := recalled.get(digest)) is not None:
