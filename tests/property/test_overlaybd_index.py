@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsec_layers.overlaybd.lsmt import decode_entries, encode_entries
+from dsec_layers.overlaybd.packing import _packed_index
 from dsec_layers.overlaybd.segments import Segments, concatenate, no_segments, overlay, paint, resolve, stack
 from dsec_layers.overlaybd.upper_index import UpperIndex, dead_blocks
 
@@ -134,3 +135,47 @@ def test_paint_of_many(seed: int, count: int, longest: int) -> None:
     for first, behind, which in zip(lba.tolist(), stop.tolist(), owner.tolist(), strict=True):
         got[first:behind] = which
     assert bool(np.all(seen == got)) and bool(np.all(stop[:-1] <= lba[1:]))
+
+
+def joined_naively(mapping: Segments) -> list[tuple[int, int, int, int, bool]]:
+    """The index of a packed layer as the official tool makes it, one piece after the other: (lba, end, moffset, tag, zeroed)."""
+    pieces: list[tuple[int, int, int, int, bool]] = []
+    at = 8
+    for lba, end, _, source, zeroed in mapping.pieces(0, 1 << 50):
+        step = 16383 if zeroed else 64
+        for start in range(lba, end, step):
+            stop = min(start + step, end)
+            pieces.append((start, stop, at, source, zeroed))
+            at += 0 if zeroed else stop - start
+    done: list[tuple[int, int, int, int, bool]] = []
+    for piece in pieces:
+        lba, end, moffset, source, zeroed = piece
+        if done:
+            first, stop, place, tag, empty = done[-1]
+            reached = place if empty else place + stop - first
+            if stop == lba and reached == moffset and empty == zeroed and tag == source and end - first < 16383:
+                done[-1] = (first, end, place, tag, empty)
+                continue
+        done.append(piece)
+    return done
+
+
+@relaxed
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0, 0, 0, 1, 9]), st.sampled_from([1, 63, 64, 65, 5000, 16382, 16383]), st.integers(0, 1), st.booleans()),
+        max_size=30,
+    )
+)
+def test_neighbours_are_joined_as_the_official_tool_does(rows: list[tuple[int, int, int, bool]]) -> None:
+    table, lba = [], 0
+    for gap, length, source, zeroed in rows:
+        table.append((lba + gap, lba + gap + length, 8, source, zeroed))
+        lba += gap + length
+    array = np.array(table, np.int64).reshape(-1, 5)
+    mapping = Segments(array[:, 0], array[:, 1], array[:, 2], array[:, 3].astype(np.int16), array[:, 4].astype(np.bool_))
+    packed = _packed_index(mapping)
+    got = zip(
+        packed.lba.tolist(), packed.end.tolist(), packed.moffset.tolist(), packed.source.tolist(), packed.zeroed.tolist(), strict=True
+    )
+    assert list(got) == joined_naively(mapping)
