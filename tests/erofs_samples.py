@@ -13,7 +13,22 @@ from hypothesis import strategies as st
 from dsec_layers.erofs import format as fmt
 from dsec_layers.erofs.tree import HOLE, Inode, Tree
 
-__all__ = ["SAMPLES", "Sample", "add", "assert_same", "directory", "pack_directory", "patched", "regular", "symlink", "trees"]
+__all__ = [
+    "SAMPLES",
+    "Sample",
+    "add",
+    "assert_same",
+    "directory",
+    "make_source",
+    "pack_directory",
+    "patched",
+    "regular",
+    "symlink",
+    "trees",
+]
+
+CAPABILITY = bytes.fromhex("0100000200040000000000000000000000000000")
+"""A security.capability the kernel takes for one: cap_net_bind_service, effective and permitted."""
 
 Sample = tuple[Tree, list[int]]
 """A tree and the block counts of its devices."""
@@ -65,7 +80,7 @@ def everything() -> Sample:
     root = tree.root
     small = regular(root, b"a", b"hello\n")
     small.uid, small.gid, small.mtime, small.mtime_ns = 1, 2, 1_700_000_000, 5
-    small.xattrs = ((b"security.capability", b"\x01\0\0\x02"), (b"user.x", b""))
+    small.xattrs = ((b"security.capability", CAPABILITY), (b"user.x", b""))
     big = chunked(tree, root, b"-dash", 3 * 65536 + 1, [1 << 32, 1 << 32 | 16, HOLE, 2 << 32 | 3])
     big.uid, big.gid, big.mtime, big.mtime_ns = 70_000, 70_001, -5, 999_999_999
     symlink(root, b"link", b"../target")
@@ -165,10 +180,10 @@ _XATTRS = st.dictionaries(
     ),
     st.one_of(st.binary(max_size=20), st.just(b"a value that is shared by many"), st.just(b"v" * 5000)),
     max_size=4,
-).map(lambda pairs: tuple(sorted(pairs.items())))
+).map(lambda pairs: tuple(sorted({**pairs, **{name: CAPABILITY for name in pairs if name == b"security.capability"}}.items())))
 
 _TIMES = st.sampled_from([(0, 0), (0, 0), (1_700_000_000, 0), (1_700_000_000, 123_456_789), (-1, 999_999_999), (1 << 40, 1)])
-_IDS = st.sampled_from([0, 0, 1000, 65535, 65536, 0xFFFFFFFF])
+_IDS = st.sampled_from([0, 0, 1000, 65535, 65536, fmt.MAX_ID])
 
 
 @st.composite
@@ -239,6 +254,44 @@ def _fill(draw: st.DrawFn, folder: Inode) -> None:
 
 
 # --- real directories --------------------------------------------------------------------------------------------------------------------------
+
+
+def make_source(path: Path) -> Path:
+    """A directory with some of everything that the user may make; root makes more."""
+    path.mkdir()
+    for name, size in {"empty": 0, "small": 100, "below": 4095, "block": 4096, "above": 4097, "two": 8192, "large": 300_000}.items():
+        (path / name).write_bytes((name.encode() * size)[:size])
+    (path / "again").write_bytes((path / "large").read_bytes())
+    with (path / "sparse").open("wb") as stream:
+        stream.seek(1 << 20)
+        stream.write(b"end")
+    deep = path / "d" / "e" / "f"
+    deep.mkdir(parents=True)
+    os.link(path / "large", deep / "large-too")
+    os.link(path / "small", path / "d" / "small-too")
+    for name, target in {"ln": "x", "broken": "y" * 1000, "long": "z" * 4000}.items():
+        (path / name).symlink_to(target)
+    os.mkfifo(path / "fifo")
+    for folder, count in {"wide": 1200, "exact": 180}.items():
+        (path / folder).mkdir()
+        for number in range(count):
+            (path / folder / f"{number:05}-{'q' * (number % 50)}").touch()
+    os.close(os.open(os.fsencode(path) + b"/\xff\xfe\x01" + b"n" * 250, os.O_CREAT | os.O_WRONLY))
+    (path / "d").chmod(0o1777)
+    (path / "below").chmod(0o4755)
+    for number in range(30):
+        os.setxattr(path / "exact" / f"{number:05}-{'q' * (number % 50)}", "user.shared", b"one value for many inodes")
+    os.setxattr(path / "large", "user.long", b"v" * 2000)
+    if os.geteuid() == 0:
+        os.mknod(path / "null", 0o20666, os.makedev(1, 3))
+        os.mknod(path / "disk", 0o60600, os.makedev(259, 70_000))
+        os.chown(path / "small", 1000, 70_000)
+        os.setxattr(path / "d", "trusted.overlay.opaque", b"y")
+        os.setxattr(path / "large", "security.capability", CAPABILITY)
+    # Old times: mkfs.erofs drops the nanoseconds of a file as young as its image.
+    for nth, name in enumerate([path, *sorted(path.rglob("*"))]):
+        os.utime(name, ns=(5, (1_600_000_000 + nth % 7) * 10**9 + nth % 3 * 123_456_789), follow_symlinks=False)
+    return path
 
 
 def pack_directory(source: Path, *, inline: int = 0, bits: int = 14, segment: int = 64) -> tuple[Tree, list[bytes]]:

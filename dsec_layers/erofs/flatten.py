@@ -160,7 +160,7 @@ def _check_attributes(flat: Flat) -> None:
     is_dir[flat.dir_inode] = True
     flat.refuse(((mode & 0o170000) == stat.S_IFDIR) != is_dir, "mode and children disagree on whether this is a directory")
     for name, column in (("uid", flat.uid), ("gid", flat.gid)):
-        flat.refuse((column < 0) | (column > 0xFFFFFFFF), f"{name} does not fit 32 bits", LimitError)
+        flat.refuse((column < 0) | (column > fmt.MAX_ID), f"{name} outside 0..{fmt.MAX_ID}", LimitError)
     flat.refuse((flat.mtime_ns < 0) | (flat.mtime_ns >= 1_000_000_000), "nanoseconds out of range")
     flat.refuse(flat.nlink > fmt.MAX_LINKS, f"more than {fmt.MAX_LINKS} links", LimitError)
     for at in np.flatnonzero(np.isin(mode & 0o170000, (stat.S_IFCHR, stat.S_IFBLK))).tolist():

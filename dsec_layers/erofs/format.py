@@ -169,6 +169,7 @@ MAX_BLOCKS: Final = 0xFFFFFFFF  # image and devices together: block addresses ar
 MAX_DEPTH: Final = 2048  # directories below each other: PATH_MAX has no room for more names
 MAX_ENTRIES: Final = 1 << 26  # names in one image: about what a host with 32 GiB of memory can hold as a tree
 MAX_CHUNK_BITS: Final = 12 + CHUNK_FORMAT_BLKBITS_MASK
+MAX_ID: Final = 0xFFFFFFFE  # of a user or group: 2^32 - 1 is "no id" to the kernel, which then refuses access to the inode
 MAX_LINKS: Final = 0xFFFFFFFF
 MAX_ROOT_NID: Final = 0xFFFF
 MAX_MAJOR: Final = 0xFFF  # i_rdev holds 12 bits of major number and 20 of minor

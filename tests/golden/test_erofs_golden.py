@@ -18,10 +18,10 @@ HERE = Path(__file__).parent / "erofs"
 DUMPED = ("empty", "everything", "same_time")
 DIGESTS = {
     "empty": "sha256:520b42b9c16bdaddab77f0a1b95bed435e4c83a69b3452dbfdf6f897ba472f7d",
-    "everything": "sha256:3ac68f6fd008c6e88f6a73e049955906c4bc585efa894b7668ec078a7557ee84",
+    "everything": "sha256:5b536bf37fe5e3c85f4f8099d5cfbcffa452abaf3e075f55fa5f27d663f23133",
     "attributes": "sha256:6f1d81191e449a55f6daf39bd1908adf4fddc2a868422d05740778999371bd40",
     "blocks": "sha256:c59b6fde6f995bb885503c5934e7b24bd137898e3bca98d6939b4c56d0e9237f",
-    "same_time": "sha256:c8a2e558f261b3bfc7ea43d37831dd6e2abde02832eb9db77f19b3dbc4f5caa8",
+    "same_time": "sha256:b94a3dc0c6703843e6cd90a526aa27cfadc7aa377308a0ab95d1c03b681a83a9",
 }
 
 

@@ -14,7 +14,7 @@ from dsec_layers.erofs.reader import Image
 from dsec_layers.erofs.tree import HOLE, Inode, Tree
 from dsec_layers.erofs.writer import render
 from dsec_layers.errors import ImageError
-from tests.erofs_samples import SAMPLES, add, assert_same, chunked, directory, patched, regular, symlink
+from tests.erofs_samples import CAPABILITY, SAMPLES, add, assert_same, chunked, directory, patched, regular, symlink
 
 
 def place(image: bytes, path: bytes) -> int:
@@ -44,7 +44,7 @@ def test_a_path_leads_to_an_inode() -> None:
     assert nid == image.lookup(b"/a/") and nid is not None
     info = image.inode(nid)
     assert (info.mode, info.nlink, info.uid, info.size, info.mtime_ns) == (stat.S_IFREG | 0o644, 2, 1, 6, 5)
-    assert dict(image.xattrs(nid)) == {b"security.capability": b"\x01\0\0\x02", b"user.x": b""}
+    assert dict(image.xattrs(nid)) == {b"security.capability": CAPABILITY, b"user.x": b""}
     assert image.lookup(b"sub/nothing") is None and image.lookup(b"a/below-a-file") is None
     assert image.read(nid, 1, 3) == b"ell" and image.read(nid, 6, 10) == b""
     assert image.read(image.lookup(b"link") or 0, 0, 100) == b"../target"

@@ -147,7 +147,7 @@ def _device_number(tree: Tree) -> None:
 
 
 def _user(tree: Tree) -> None:
-    regular(tree.root, b"x", b"").uid = 1 << 32
+    regular(tree.root, b"x", b"").uid = (1 << 32) - 1
 
 
 def _huge_time(tree: Tree) -> None:
@@ -164,7 +164,7 @@ def _target(tree: Tree) -> None:
         (_long_name, "a name of 256 bytes; the limit is 255"),
         (_deep, "nested deeper than 2048"),
         (_device_number, "/x: device number"),
-        (_user, "/x: uid does not fit"),
+        (_user, "/x: uid outside 0..4294967294"),
         (_huge_time, "mtime"),
         (_target, "/x: a link target longer than 4095"),
     ],
