@@ -24,7 +24,7 @@ class Tls:
     """How a server uses TLS.
 
     ``mode`` on: clients may; require: clients must. ``certificate`` and ``key`` are PEM files; with ``client_ca`` clients have to show a certificate
-    that it signed. ``keys`` is a file of pre-shared keys and needs Python 3.13.
+    that it signed. ``keys``, instead of certificates, is a file of pre-shared keys and needs Python 3.13.
     """
 
     mode: TlsMode = TlsMode.REQUIRE
@@ -44,8 +44,8 @@ class Tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.options |= ssl.OP_NO_RENEGOTIATION
-        if self.certificate is None and self.keys is None:
-            raise UsageError("TLS needs a certificate or a file of pre-shared keys")
+        if (self.certificate is None) == (self.keys is None):
+            raise UsageError("TLS needs either a certificate or a file of pre-shared keys")
         try:
             if self.certificate is not None:
                 context.load_cert_chain(self.certificate, self.key)
@@ -55,7 +55,7 @@ class Tls:
         except OSError as error:
             raise UsageError(f"TLS: {self.certificate}, {self.key}, {self.client_ca}: {error}") from error
         if self.keys is not None:
-            _use_keys(context, read_keys(self.keys), alone=self.certificate is None)
+            _use_keys(context, read_keys(self.keys))
         return context
 
 
@@ -82,7 +82,7 @@ def read_keys(path: Path) -> dict[str, bytes]:
     return keys
 
 
-def _use_keys(context: ssl.SSLContext, keys: dict[str, bytes], *, alone: bool) -> None:
+def _use_keys(context: ssl.SSLContext, keys: dict[str, bytes]) -> None:
     if sys.version_info < (3, 13):
         raise HostError(
             f"TLS with pre-shared keys needs Python 3.13 or later, this is {sys.version_info.major}.{sys.version_info.minor}",
@@ -92,5 +92,4 @@ def _use_keys(context: ssl.SSLContext, keys: dict[str, bytes], *, alone: bool) -
         if not ssl.HAS_PSK:
             raise HostError("TLS with pre-shared keys: this Python's OpenSSL was built without them")
         context.set_psk_server_callback(lambda user: keys.get(user or "", b""))
-        context.maximum_version = ssl.TLSVersion.TLSv1_2
-        context.set_ciphers("ECDHE+PSK:DHE+PSK" if alone else "ECDHE+PSK:DHE+PSK:DEFAULT")
+        context.set_ciphers("kECDHEPSK+CHACHA20:kECDHEPSK+AES")  # for TLS 1.2; with forward secrecy, as 1.3 always has it
