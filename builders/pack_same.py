@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsec_layers.digest import Digest, sha256_digest
-from dsec_layers.erofs.flatten import slices
+from dsec_layers.erofs.columns import slices
 from dsec_layers.erofs.reader import Image
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.erofs.verify import compare
