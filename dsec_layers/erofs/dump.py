@@ -19,6 +19,7 @@ import numpy as np
 
 from dsec_layers.digest import Buffer, content_digest
 from dsec_layers.erofs import format as fmt
+from dsec_layers.erofs.columns import chunk_lengths
 from dsec_layers.erofs.inodes import InodeTable, decode_chunks
 from dsec_layers.erofs.reader import Image
 from dsec_layers.erofs.scan import Scan
@@ -103,10 +104,7 @@ def _data_runs(image: Image, found: Scan) -> list[tuple[int, int]]:
     table = found.inodes
     runs = {(start * BLOCK, (start + blocks) * BLOCK) for start, blocks in _plain_runs(table)}
     extents = decode_chunks(image.geometry, table)
-    need = np.repeat(np.int64(1) << (table.chunk_bits - 12), table.chunks)
-    ends = np.cumsum(table.chunks)
-    last = table.chunks > 0
-    need[ends[last] - 1] = ((table.size[last] - 1) >> 12) + 1 - ((table.chunks[last] - 1) << (table.chunk_bits[last] - 12))
+    need = chunk_lengths(table.size, table.chunk_bits, table.chunks)
     for extent, blocks in zip(extents.tolist(), need.tolist(), strict=True):
         device, block = extent >> 32, extent & 0xFFFFFFFF
         mapped = image.devices[device - 1].mapped_blkaddr if device else 0

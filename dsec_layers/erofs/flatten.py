@@ -14,16 +14,13 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
-import numpy.typing as npt
 
 from dsec_layers.erofs import format as fmt
-from dsec_layers.erofs.tree import BLOCK, HOLE, Inode, Tree, find_path, show_path
+from dsec_layers.erofs.columns import Ints, Mask
+from dsec_layers.erofs.tree import BLOCK, Inode, Tree, find_path, show_path
 from dsec_layers.errors import DsecError, ImageError, LimitError
 
-__all__ = ["Flat", "Ints", "Mask", "chunk_lengths", "flatten", "slices"]
-
-Ints = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
+__all__ = ["Flat", "flatten"]
 
 
 @dataclass(slots=True)
@@ -202,22 +199,3 @@ def _check_chunks(flat: Flat, total: int) -> None:
     flat.refuse(need != flat.extent_count, "another number of extents than the size asks for")
     flat.refuse(chunked & ((flat.extent_at < 0) | (flat.extent_at > total - need)), "extents outside the tree's array")
     flat.chunk_bits = bits
-
-
-def slices(at: Ints, count: Ints) -> Ints:
-    """The indexes of the slices ``at[i] : at[i] + count[i]``, one after another."""
-    ends = np.cumsum(count)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.repeat(at - (ends - count), count) + np.arange(total)
-
-
-def chunk_lengths(size: Ints, bits: Ints, count: Ints) -> Ints:
-    """Blocks that each chunk of each file needs: whole chunks, and what is left of the size for the last one."""
-    blocks = np.repeat(np.int64(1) << (bits - 12), count)
-    used = count > 0
-    last = np.cumsum(count)[used] - 1
-    blocks[last] = ((size[used] - 1) >> 12) + 1 - ((count[used] - 1) << (bits[used] - 12))
-    return blocks
-
-
-assert HOLE == fmt.NULL_ADDR

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsec_layers.erofs import format as fmt
-from dsec_layers.erofs.flatten import Ints, Mask, chunk_lengths, slices
+from dsec_layers.erofs.columns import Ints, Mask, chunk_lengths, slices
 from dsec_layers.erofs.tree import BLOCK, HOLE
 from dsec_layers.errors import ImageError
 

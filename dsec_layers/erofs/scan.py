@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsec_layers.erofs import format as fmt
-from dsec_layers.erofs.flatten import Ints, Mask, slices
+from dsec_layers.erofs.columns import Ints, Mask, slices
 from dsec_layers.erofs.inodes import Geometry, InodeTable, decode_inodes, inode_modes
 from dsec_layers.erofs.tree import BLOCK, show_path
 from dsec_layers.errors import ImageError
@@ -94,10 +94,10 @@ def scan(geometry: Geometry, root_nid: int) -> Scan:
         parts.append(entries)
         parents = np.repeat(frontier, np.diff(entries.first))[below]
         frontier = entries.nid[below]
-        before = len(seen)
-        seen.update(frontier.tolist())
-        if len(seen) != before + len(frontier):
-            raise ImageError("a directory with two names")
+        for nid in frontier.tolist():
+            if nid in seen:
+                raise ImageError(f"inode {nid}: a directory with two names")
+            seen.add(nid)
     return _assemble(geometry, dir_nids, parts)
 
 
@@ -200,7 +200,8 @@ def _read_blocks(
     refuse((length == 0) | (length > fmt.MAX_NAME), block, "an empty name or one longer than 255 bytes")
     joined = b"".join(names)
     if b"/" in joined or b"\0" in joined:
-        raise ImageError(f"inode {table.nid[owner[0]]} or its like: a name with '/' or NUL in it")
+        bad = np.array([b"/" in name or b"\0" in name for name in names], np.bool_)
+        refuse(bad, block, "a name with '/' or NUL in it")
     dot = np.fromiter(map(b".".__eq__, names), np.bool_, len(names))
     dotdot = np.fromiter(map(b"..".__eq__, names), np.bool_, len(names))
     return per_block, nid, types, names, dot, dotdot

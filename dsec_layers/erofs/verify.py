@@ -15,7 +15,7 @@ import numpy as np
 
 from dsec_layers.digest import Buffer
 from dsec_layers.erofs import format as fmt
-from dsec_layers.erofs.flatten import Ints, Mask, slices
+from dsec_layers.erofs.columns import Ints, Mask, slices
 from dsec_layers.erofs.inodes import decode_chunks
 from dsec_layers.erofs.reader import Image
 from dsec_layers.erofs.scan import Scan

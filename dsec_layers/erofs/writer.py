@@ -20,7 +20,8 @@ import numpy as np
 
 from dsec_layers.digest import content_digest
 from dsec_layers.erofs import format as fmt
-from dsec_layers.erofs.flatten import Flat, Ints, Mask, chunk_lengths, flatten, slices
+from dsec_layers.erofs.columns import Ints, Mask, chunk_lengths, slices
+from dsec_layers.erofs.flatten import Flat, flatten
 from dsec_layers.erofs.tree import BLOCK, HOLE, Tree, find_path, show_path
 from dsec_layers.erofs.xattr import XattrPlan, plan_xattrs
 from dsec_layers.errors import ImageError, LimitError

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dsec_layers.erofs import format as fmt
+from dsec_layers.erofs.tree import HOLE
 
 
 @pytest.mark.parametrize(
@@ -49,3 +50,7 @@ def test_device_numbers_go_both_ways(major: int, minor: int) -> None:
     i_rdev = fmt.encode_dev(device)
     assert i_rdev == (minor & 0xFF) | (major << 8) | ((minor >> 8) << 20)
     assert fmt.decode_dev(i_rdev) == device
+
+
+def test_a_hole_is_the_same_in_memory_and_on_disk() -> None:
+    assert HOLE == fmt.NULL_ADDR
