@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from dsec_layers.layers.descriptor import Descriptor, Kind
 from dsec_layers.layers.frames import SeekTable, compress, join_metadata
 from dsec_layers.layers.manifest import FOREIGN, Environment, Layer, LayerConfig
 from dsec_layers.layers.tables import CHUNK, SEGMENT, Table, pack_chunks, pack_segments
+from dsec_layers.progress import SILENT, Task
 from dsec_layers.registry.objects import publish_config, publish_object, put_blob
 from dsec_layers.store.base import Store
 
@@ -36,6 +38,21 @@ class Sample:
     def own(self) -> Descriptor:
         """The segments blob that is its own."""
         return self.layer.segments[0]
+
+
+class Heard:
+    """Remembers what was reported."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def task(self, title: str, *, total: int | None = None, unit: str = "B") -> AbstractContextManager[Task]:
+        return SILENT.task(title, total=total, unit=unit)
+
+    def info(self, message: str) -> None:
+        self.lines.append(message)
+
+    debug = warning = info
 
 
 def content(seed: int, size: int) -> bytes:

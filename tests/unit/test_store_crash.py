@@ -8,6 +8,8 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from dsec_layers.digest import sha256_digest
 from dsec_layers.proc import PIPE, Process, clean_environment, run, spawn
 from dsec_layers.store.posix import PosixStore
@@ -27,6 +29,7 @@ def told(process: Process) -> list[tuple[str, str]]:
     return [(line.split()[0], line.split()[1]) for line in lines if line.endswith("\n")]
 
 
+@pytest.mark.slow
 def test_killed_at_every_call_of_every_operation(tmp_path: Path) -> None:
     done = run([sys.executable, "-m", "tests.store_crash", tmp_path / "store"], cwd=ROOT, timeout=120)
     points = {line.split()[0]: int(line.split()[1]) for line in done.stdout.decode().splitlines()}
