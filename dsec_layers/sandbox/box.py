@@ -32,7 +32,7 @@ from dsec_layers.progress import SILENT, Progress
 from dsec_layers.sandbox.account import find_identity
 from dsec_layers.sandbox.cgroups import OomWatch, group_path, read_cgroup_mounts
 from dsec_layers.sandbox.config import Mountpoint, oci_config
-from dsec_layers.sandbox.hostnet import lend
+from dsec_layers.sandbox.hostnet import host_environment, lend
 from dsec_layers.sandbox.mountpoints import Wanted, copy_attributes, plan, write_helper
 from dsec_layers.sandbox.runtime import Failure, Runtime, choose_runtime, read_failure
 from dsec_layers.sandbox.signals import deliver, first_process, forwarding
@@ -96,7 +96,7 @@ class Sandbox:
 
     ``state``: a directory on local disk for what lives as long as the sandbox. ``upper``: an empty directory on local disk that becomes the writable layer and
     is kept, in overlayfs form (whiteouts, opaque directories); None for one that is thrown away. ``environ``: the host's environment, from which a sandbox on
-    the host's network gets its proxy and CA settings. ``stdin``, ``stdout``, ``stderr``: descriptors; stdin counts only if the spec is interactive.
+    the host's network gets its proxy and CA settings (None: this process's). ``stdin``, ``stdout``, ``stderr``: descriptors; stdin counts only if the spec is interactive.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Sandbox:
         self._lower = [path.absolute() for path in lowerdirs]
         self._state = state.absolute()
         self._upper = upper
-        self._environ = dict(environ or {})
+        self._environ = host_environment() if environ is None else dict(environ)
         self._stdio = (stdin, stdout, stderr)
         self._runtime = runtime
         self._cgroups = read_cgroup_mounts(Path("/proc/self/mounts").read_text())
@@ -165,6 +165,11 @@ class Sandbox:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self._cleanup.close()
+
+    @property
+    def upper(self) -> Path:
+        """The writable layer, in overlayfs form. When the command has ended it may be moved away, within its file system."""
+        return self._layer
 
     @property
     def identifier(self) -> str:

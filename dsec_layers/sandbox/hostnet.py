@@ -5,6 +5,7 @@ All of it is bound or passed in for the time of the run: copies in the sandbox's
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from dsec_layers.sandbox.config import Mountpoint
 from dsec_layers.sandbox.mountpoints import Wanted
 from dsec_layers.sandbox.spec import Network
 
-__all__ = ["INSIDE", "Loan", "find_ca_bundle", "lend", "proxy_variables"]
+__all__ = ["INSIDE", "Loan", "find_ca_bundle", "host_environment", "lend", "proxy_variables"]
 
 INSIDE: Final = "/run/dsec-layers"
 """Where the bundle and apt's settings are inside. Not over /etc/ssl/certs: installing ca-certificates there must keep working."""
@@ -35,6 +36,11 @@ class Loan:
     wanted: tuple[Wanted, ...]
     binds: tuple[Mountpoint, ...]
     env: Mapping[str, str]
+
+
+def host_environment() -> dict[str, str]:
+    """The environment of this process, from which proxy and CA settings (and TERM) are taken, and nothing else."""
+    return dict(os.environ)
 
 
 def find_ca_bundle(environ: Mapping[str, str]) -> Path | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from dsec_layers.sandbox.state import make_place, remove_place, remove_tree, sweep
 
 
@@ -27,6 +29,7 @@ def test_a_sweep_of_nothing(tmp_path: Path) -> None:
     assert sweep(tmp_path / "new", lambda identifier: None) == []
 
 
+@pytest.mark.slow
 def test_a_tree_nested_1500_deep_is_removed(tmp_path: Path) -> None:
     top = tmp_path / "top"
     top.mkdir()
