@@ -124,6 +124,32 @@ def test_c4_a_blob_cut_short_is_corrupt_and_heals_when_it_is_put_again(store: Po
     assert store.read(DIGEST, 0, len(DATA)) == DATA
 
 
+def test_c4_bytes_are_durable_before_the_name_and_the_name_before_the_answer(store: PosixStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of system calls is the oracle: what a power failure leaves is a prefix of what was made durable."""
+    trace: list[tuple[str, str]] = []
+    fsync, link = os.fsync, os.link
+
+    def traced_fsync(fd: int) -> None:
+        path = str(Path(f"/proc/self/fd/{fd}").readlink().relative_to(store.root))
+        size = os.fstat(fd).st_size if path.startswith("tmp/") else 0
+        trace.append(("fsync", f"tmp {size}" if path.startswith("tmp/") else path))
+        fsync(fd)
+
+    def traced_link(source: Path, target: Path) -> None:
+        trace.append(("link", str(Path(target).relative_to(store.root))))
+        link(source, target)
+
+    monkeypatch.setattr(os, "fsync", traced_fsync)
+    monkeypatch.setattr(os, "link", traced_link)
+    put_bytes(store, DATA)
+    shard = f"blobs/sha256/{DIGEST[7:9]}"
+    assert trace == [("fsync", f"tmp {len(DATA)}"), ("fsync", "blobs/sha256"), ("link", f"{shard}/{DIGEST[7:]}"), ("fsync", shard)]
+    trace.clear()
+    store.set_ref("a:1", DIGEST, expected=None)
+    number = f"refs/a/1/{1:020d}"
+    assert trace == [("fsync", "refs"), ("fsync", "refs/a"), ("fsync", "tmp 72"), ("link", number), ("fsync", "refs/a/1")]
+
+
 def test_a_file_replaced_by_another_process_is_opened_anew_when_the_old_one_is_short(store: PosixStore) -> None:
     put_bytes(store, DATA)
     blob_path(store).write_bytes(b"")
