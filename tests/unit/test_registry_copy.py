@@ -103,6 +103,14 @@ def test_wrong_bytes_do_not_arrive(source: MemoryStore, members: list[Sample]) -
     assert verify(target, members[0].digest, deep=True).ok
 
 
+def test_a_blob_that_goes_meanwhile_is_noticed_before_the_manifest_appears(source: MemoryStore, members: list[Sample]) -> None:
+    target = FaultyStore(MemoryStore())
+    target.add(Fault("touch", error=NotFound("collected"), skip=1, when=lambda digest: digest == members[0].own.digest))
+    with pytest.raises(NotFound):
+        copy_object(source, target, members[0].digest)
+    assert members[0].digest not in blobs(target)
+
+
 def test_a_full_target_stops_the_other_transfers(source: MemoryStore, environment: Digest) -> None:
     target = FaultyStore(MemoryStore())
     target.add(Fault("write", error=StoreError("gone"), skip=1))
