@@ -319,8 +319,9 @@ def _follow(names: dict[bytes, _Name], parts: list[bytes], make_in: int | None) 
                 path = b""
             todo = [item for item in target.split(b"/") if item not in (b"", b".")] + todo
             continue
-        else:
-            assert found.file.node.type == "dir"
+        elif found.file.node.type != "dir":
+            assert make_in is None
+            return None
         path = here
     return path
 

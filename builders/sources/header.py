@@ -9,7 +9,9 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+from fractions import Fraction
 from functools import lru_cache
+from math import floor
 from struct import Struct
 from typing import Final
 from urllib.parse import unquote_to_bytes
@@ -49,7 +51,7 @@ Records = list[tuple[bytes, bytes]]
 """The records of an extended header in their order; a keyword may come more than once (GNU sparse 0.0)."""
 
 _DECIMAL = re.compile(rb"-?\d{1,20}")
-_TIME = re.compile(rb"(-?)(\d{1,19})(?:\.(\d*))?")
+_TIME = re.compile(rb"(-?)(\d{1,19})(?:\.(\d{0,100}))?(?:[eE]([-+]?\d{1,3}))?")
 _MAX_TIME = 1 << 62
 
 
@@ -156,12 +158,11 @@ def mtime(value: bytes) -> tuple[int, int]:
     found = _TIME.fullmatch(value)
     if not found:
         raise InputError(f"malformed time {value[:40]!r} in an extended header")
-    sign, whole, fraction = found.groups()
-    digits = fraction or b""
-    seconds, nanoseconds = int(whole), int(digits[:9].ljust(9, b"0"))
-    if sign:
-        nanoseconds += bool(digits[9:].strip(b"0"))
-        seconds, nanoseconds = divmod(-(seconds * 1_000_000_000 + nanoseconds), 1_000_000_000)
+    sign, whole, fraction, exponent = found.groups()
+    if sign or exponent:  # Python's tarfile writes the first 100 microseconds of 1970 as 1e-05 and the like
+        seconds, nanoseconds = divmod(floor(Fraction(value.decode()) * 1_000_000_000), 1_000_000_000)
+    else:
+        seconds, nanoseconds = int(whole), int((fraction or b"")[:9].ljust(9, b"0"))
     if not -_MAX_TIME < seconds < _MAX_TIME:
         raise InputError(f"time {value[:40]!r} in an extended header is out of range")
     return seconds, nanoseconds

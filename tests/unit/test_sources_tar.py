@@ -109,7 +109,7 @@ def test_long_names(form: Format) -> None:
 
 def test_fractions_of_a_second_and_times_before_1970() -> None:
     found = same(make_tar(*(file(f"f{i}", mtime=0, pax={"mtime": text}) for i, text in enumerate(
-        ["1.5", "1.000000001", "1.0000000019", "-1.5", "-0.25", "-2", "12345678901.123456789", "3."]
+        ["1.5", "1.000000001", "1.0000000019", "-1.5", "-0.25", "-2", "12345678901.123456789", "3.", "1e-05", "1.5e3", "-1e-9"]
     ))))  # fmt: skip
     assert found[b"f3"].mtime == -1_500_000_000
     assert [found[b"f%d" % i].mtime % 10**9 for i in range(3)] == [500_000_000, 1, 1]
@@ -333,7 +333,8 @@ def test_ids_and_devices_out_of_range() -> None:
     refused(pax((b"uid", b"root")) + raw_header(b"f") + END, "root")
     refused(raw_header(b"f", at108=b"\xff" * 8) + END, "-1")
     refused(raw_header(b"f", kind=b"3", at329=b"0010000\0") + END, "4096:0")
-    refused(pax((b"mtime", b"1e9")) + raw_header(b"f") + END, "1e9")
+    refused(pax((b"mtime", b"0x10")) + raw_header(b"f") + END, "0x10")
+    refused(pax((b"mtime", b"1e999")) + raw_header(b"f") + END, "out of range")
     refused(pax((b"mtime", b"9" * 19)) + raw_header(b"f") + END, "out of range")
 
 
