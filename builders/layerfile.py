@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import cache as cache_result
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -37,6 +38,7 @@ from dsec_layers.layers.manifest import Layer, LayerConfig
 from dsec_layers.progress import SILENT, Progress
 from dsec_layers.registry.catalog import Catalog
 from dsec_layers.registry.objects import load_config, load_layer, load_metadata, resolve
+from dsec_layers.sandbox.variables import merge_variables
 from dsec_layers.store.base import Store
 
 __all__ = ["Workplace", "build_layerfile", "load_recipe"]
@@ -149,18 +151,15 @@ class _Build:
         recipe = self.recipe
         source, source_key = self._written_source(cache)
         copied, copied_key = self._written_copies(cache)
-        lease = (
-            stack.enter_context(self.place.host.attach(self.place.store, self._members, driver=self.place.driver))
-            if self._members
-            else None
-        )
-        mounted = tuple(reversed(lease.paths)) if lease is not None else ()
-        for warning in self.place.host.warnings if lease is not None else ():
-            self.place.progress.warning(warning)
+
+        @cache_result
+        def lower() -> tuple[Path, ...]:
+            return (*([copied] if copied else []), *([source] if source else []), *self._mounted(stack))
+
         ground = Ground(
-            lower=(*([copied] if copied else []), *([source] if source else []), *mounted),
+            lower=lower,
             key=chain_key(parent=self._members, source=source_key, copies=copied_key),
-            env={**self._parent_env(), **self.image.env, **recipe.env},
+            env=merge_variables([*(config.env or {} for config in self._configs()), self.image.env, recipe.env]),
         )
         uppers = run_steps(
             recipe.steps,
@@ -261,6 +260,16 @@ class _Build:
 
     # -- the parent
 
+    def _mounted(self, stack: ExitStack) -> tuple[Path, ...]:
+        """The parent's layers, mounted until ``stack`` ends; topmost first."""
+        if not self._members:
+            return ()
+        host = self.place.host
+        lease = stack.enter_context(host.attach(self.place.store, self._members, driver=self.place.driver))
+        for warning in host.warnings:
+            self.place.progress.warning(warning)
+        return tuple(reversed(lease.paths))
+
     def _below(self) -> Underneath:
         """What the layer will lie on. A toolkit lies on anything, so on nothing in particular."""
         layers = self._layers if self.recipe.kind is Kind.WORKSPACE else []
@@ -269,9 +278,8 @@ class _Build:
             lambda: [Image(load_metadata(store, layer)[0]).tree(metadata_only=True) for layer in reversed(layers) if not layer.compressed]
         )
 
-    def _parent_env(self) -> dict[str, str]:
-        configs: list[LayerConfig] = [load_config(self.place.store, layer) for layer in self._layers]
-        return {name: value for config in configs for name, value in (config.env or {}).items()}
+    def _configs(self) -> list[LayerConfig]:
+        return [load_config(self.place.store, layer) for layer in self._layers]
 
     # -- the result
 

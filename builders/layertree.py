@@ -108,9 +108,9 @@ def exclude(tree: Tree, patterns: Excludes) -> None:
 
 
 def cut_to_prefix(tree: Tree, prefix: str) -> list[str]:
-    """Keep of a tree, in place, only the directory ``prefix`` and those that lead to it; returns what else there was: the topmost paths, sorted.
+    """Keep of a tree, in place, only the directory ``prefix`` and those that lead to it; returns the paths of what else there was, sorted.
 
-    A directory outside with nothing in it is no finding: overlayfs copies those up for the least of reasons.
+    Directories outside are no finding: overlayfs copies those up for the least of reasons.
     """
     parts = os.fsencode(prefix).strip(b"/").split(b"/")
     outside: list[str] = []
@@ -121,10 +121,9 @@ def cut_to_prefix(tree: Tree, prefix: str) -> list[str]:
         if children is None:
             break
         for name in [name for name in children if name != part]:
-            inode = children.pop(name)
-            found = [place for place, item in Tree(inode).walk() if not item.is_dir] if inode.is_dir else [b""]
-            place = b"/".join(item for item in (path, name) if item)
-            outside += [show_path(place)] if found else []
-        path = part if not path else path + b"/" + part
+            place = path + b"/" + name if path else name
+            inside = Tree(children.pop(name)).walk()
+            outside += [show_path(place + b"/" + found if found else place) for found, item in inside if not item.is_dir]
+        path = path + b"/" + part if path else part
         here = children.get(part)
     return sorted(outside)

@@ -340,7 +340,7 @@ def _network(key: str, value: Any) -> Network:
 
 
 def _choice_of(choices: Iterable[str]) -> Callable[[str, Any], str]:
-    known = tuple(choices)
+    known = tuple(map(str, choices))
 
     def chosen(key: str, value: Any) -> str:
         if value in known:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -32,9 +32,10 @@ _SHOWN: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What the first step stands on. ``lower``: directories, topmost first. ``key``: names their content. ``env``: variables of every step."""
+    """What the first step stands on. ``lower`` gives directories, topmost first, and is called only if a step has to run. ``key``: names their content.
+    ``env``: variables of every step."""
 
-    lower: tuple[Path, ...]
+    lower: Callable[[], Sequence[Path]]
     key: str
     env: Mapping[str, str]
 
@@ -73,7 +74,7 @@ def run_steps(
             with cache.new(key) as place:
                 upper = place / "tree"
                 upper.mkdir()
-                _run(spec, [*reversed(uppers), *ground.lower], upper, label, state, environ, progress)
+                _run(spec, [*reversed(uppers), *ground.lower()], upper, label, state, environ, progress)
             found = cache.get(key)
             assert found is not None
         uppers.append(found / "tree")

@@ -9,10 +9,11 @@ from pathlib import Path
 from dsec_layers.api.session import Session
 from dsec_layers.digest import Digest
 from dsec_layers.fuse.host import CacheReport, Cleared, Mounted
-from dsec_layers.layers.manifest import Layer, LayerConfig
+from dsec_layers.layers.manifest import Layer
 from dsec_layers.registry.objects import load_config, load_layer, resolve
 from dsec_layers.sandbox import Bind, Network, RunSpec
 from dsec_layers.sandbox import run as run_sandbox
+from dsec_layers.sandbox.variables import merge_variables
 
 __all__ = ["Ran", "cache_clear", "cache_show", "mount", "ps", "run", "stop", "umount"]
 
@@ -73,7 +74,7 @@ def run(
     configs = [load_config(session.store, load_layer(session.store, member)) for member in members]
     spec = RunSpec(
         argv=tuple(argv),
-        env=_variables(configs) | dict(env or {}),
+        env=merge_variables(config.env or {} for config in configs) | dict(env or {}),
         workdir=workdir or next((config.workdir for config in reversed(configs) if config.workdir), "/"),
         user=user,
         network=Network(network),
@@ -110,20 +111,6 @@ def _members(session: Session, text: str) -> list[Digest]:
     """The layers of an object from bottom to top."""
     digest, found = resolve(session.store, text)
     return [digest] if isinstance(found, Layer) else [item.digest for _, item in found.layers]
-
-
-def _variables(configs: Sequence[LayerConfig]) -> dict[str, str]:
-    """The environment the layers ask for. A PATH of a higher layer goes before those below it, so that a toolkit does not hide the base's programs."""
-    merged: dict[str, str] = {}
-    for config in configs:
-        for name, value in (config.env or {}).items():
-            below = merged.get(name)
-            merged[name] = _joined(value, below) if name == "PATH" and below else value
-    return merged
-
-
-def _joined(above: str, below: str) -> str:
-    return ":".join(dict.fromkeys([*above.split(":"), *below.split(":")]))
 
 
 def _warn(session: Session) -> None:

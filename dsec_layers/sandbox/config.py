@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from dsec_layers.sandbox.seccomp import seccomp_profile
 from dsec_layers.sandbox.spec import Network, RunSpec
+from dsec_layers.sandbox.variables import DEFAULT_PATH
 
 __all__ = ["CAPABILITIES", "Identity", "Mountpoint", "oci_config"]
 
@@ -29,7 +30,6 @@ _MASKED: Final = (
     *("/sys/firmware", "/sys/devices/virtual/powercap", "/sys/kernel/debug", "/sys/kernel/tracing"),
 )
 _READ_ONLY: Final = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
-_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PERIOD: Final = 100_000
 _OPEN_FILES: Final = 1 << 20
 
@@ -93,7 +93,7 @@ def oci_config(
 
 
 def _process(spec: RunSpec, identity: Identity, host_env: Mapping[str, str], open_files: int) -> dict[str, Any]:
-    environment = {"PATH": _PATH, "HOME": identity.home, "HOSTNAME": spec.hostname, "LANG": "C.UTF-8"}
+    environment = {"PATH": DEFAULT_PATH, "HOME": identity.home, "HOSTNAME": spec.hostname, "LANG": "C.UTF-8"}
     if spec.tty:
         environment["TERM"] = "xterm"
     environment |= {**host_env, **spec.env}
