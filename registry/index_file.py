@@ -71,17 +71,23 @@ class IndexFile:
 
     def _open(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        found = self._attempt("PRAGMA user_version")
+        return self._renew(found) if isinstance(found, str) else found
+
+    def _attempt(self, probe: str) -> sqlite3.Connection | str:
+        """A connection to the file if it is ours and the query ``probe`` can be answered, or why it cannot be used."""
         connection = self._connect()
         try:
-            if self._usable(connection):
+            if self._usable(connection) and connection.execute(probe).fetchone()[0] in (self._version, "ok"):
                 return connection
             reason = "it is of another version"
         except sqlite3.DatabaseError as error:
             if not _is_damage(error):
+                connection.close()
                 raise
             reason = str(error)
         connection.close()
-        return self._renew(reason)
+        return reason
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, timeout=_BUSY, isolation_level=None, check_same_thread=False)
@@ -110,24 +116,19 @@ class IndexFile:
         lock = os.open(f"{self.path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            connection = self._connect()
-            try:
-                if self._usable(connection) and connection.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok":
-                    return connection
-            except sqlite3.DatabaseError as error:
-                if not _is_damage(error):
-                    raise
-            connection.close()
+            found = self._attempt("PRAGMA quick_check(1)")
+            if not isinstance(found, str):
+                return found
             aside = f"{self.path}.damaged-{time.time_ns()}"
             self._progress.warning(f"index {self.path} cannot be used ({reason}); it is kept as {aside} and made anew")
             self.path.rename(aside)
             for suffix in ("-wal", "-shm"):
                 Path(f"{self.path}{suffix}").unlink(missing_ok=True)
-            connection = self._connect()
-            if not self._usable(connection):
-                raise StoreError(f"{self.path}: cannot make the index")
+            made = self._attempt("PRAGMA user_version")
+            if isinstance(made, str):
+                raise StoreError(f"{self.path}: cannot make the index: {made}")
             self.fresh = True
-            return connection
+            return made
         finally:
             os.close(lock)
 

@@ -57,9 +57,6 @@ def digest_of(number: int) -> Digest:
 class StoreContract:
     """Every test gets an empty store."""
 
-    persistent = True
-    """Whether ``open_store(store.url)`` is another handle on the same store."""
-
     @pytest.fixture
     def store(self) -> Iterator[Store]:
         raise NotImplementedError
@@ -335,8 +332,6 @@ class StoreContract:
     # Handles
 
     def test_another_handle_sees_the_same(self, store: Store) -> None:
-        if not self.persistent:
-            pytest.skip("this store lives in one object")
         digest = put_bytes(store, b"shared").digest
         store.set_ref("s:1", digest, expected=None)
         with closing(open_store(store.url)) as other:

@@ -7,17 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from dsec_layers.store.base import Store
-from dsec_layers.store.memory import MemoryStore
 from dsec_layers.store.open import open_store
 from tests.contract.suite import StoreContract
 
 
 class TestMemory(StoreContract):
-    persistent = False
-
     @pytest.fixture
-    def store(self) -> Iterator[Store]:
-        yield MemoryStore()
+    def store(self, request: pytest.FixtureRequest) -> Iterator[Store]:
+        yield open_store(f"mem://{request.node.nodeid}")
 
 
 def test_a_named_store_is_one_in_the_process() -> None:
