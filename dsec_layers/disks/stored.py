@@ -1,0 +1,100 @@
+"""Sealed disks in a store: publish OverlayBD layers with their pieces lists, open a disk for lazy reading."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from dsec_layers.cache.flat import PieceOpener
+from dsec_layers.digest import Digest, content_digest
+from dsec_layers.disks.pieces import PieceSource
+from dsec_layers.fsio import map_os_error, pwrite_all
+from dsec_layers.layers.descriptor import Descriptor
+from dsec_layers.layers.disk import DISK_CONFIG, LAYER_TAR, PIECE_SIZE, PIECES, DiskConfig, DiskImage, DiskLayer, pack_pieces, parse_pieces
+from dsec_layers.overlaybd import BlockCache, LsmtLayer, Write, open_layer
+from dsec_layers.overlaybd.oci import BlobInfo, layer_descriptor
+from dsec_layers.progress import SILENT, Progress
+from dsec_layers.registry.objects import put_blob
+from dsec_layers.store.base import Store
+from dsec_layers.store.transfer import put_bytes, put_stream, read_blob
+
+__all__ = ["StoredDisk", "publish_disk", "publish_layer"]
+
+_READ: Final = 4 << 20
+_BLOCKS: Final = 64 << 20
+"""Bytes of decompressed ZFile blocks that an open disk keeps."""
+
+
+class StoredDisk:
+    """An open sealed disk: its layers from bottom to top, read lazily through ``opener``. Close it."""
+
+    def __init__(self, store: Store, image: DiskImage, opener: PieceOpener) -> None:
+        cache = BlockCache(_BLOCKS)
+        self.image = image
+        self.layers: list[LsmtLayer] = []
+        self._sources: list[PieceSource] = []
+        try:
+            for layer in image.layers:
+                self._sources.append(_source(store, layer, opener))
+                self.layers.append(open_layer(self._sources[-1], cache=cache))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the pieces' descriptors."""
+        for source in self._sources:
+            source.close()
+
+
+def publish_layer(
+    store: Store, writes: Iterable[Write], *, spool: Path, fs_type: str = "", vsize_gb: int = 0, progress: Progress = SILENT
+) -> DiskLayer:
+    """Store what ``overlaybd.commit`` or ``merge`` writes as a layer blob with its pieces list. ``spool``: a directory for the file while it is made.
+
+    The bytes go to a nameless file first, because a ZFile's header is written last.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=spool, prefix="dsec-disk-") as stream, progress.task("packing disk layer") as task:
+            for offset, data in writes:
+                pwrite_all(stream.fileno(), data, offset)
+                task.advance(len(data))
+            return publish_file(store, stream, fs_type=fs_type, vsize_gb=vsize_gb)
+    except OSError as error:
+        raise map_os_error(error, f"spool file in {spool}") from error
+
+
+def publish_file(store: Store, stream: BinaryIO, *, fs_type: str = "", vsize_gb: int = 0) -> DiskLayer:
+    """Store an open file that is an OverlayBD layer as a blob with its pieces list."""
+    digests: list[bytes] = []
+    size = 0
+
+    def blocks() -> Iterable[bytes]:
+        nonlocal size
+        stream.seek(0)
+        while data := stream.read(_READ):
+            view = memoryview(data)
+            digests.extend(content_digest(view[at : at + PIECE_SIZE]) for at in range(0, len(data), PIECE_SIZE))
+            size += len(data)
+            yield data
+
+    info = put_stream(store, blocks())
+    described = layer_descriptor(BlobInfo(info.digest, size, fs_type=fs_type, vsize_gb=vsize_gb))
+    blob = Descriptor(LAYER_TAR, info.digest, size, described["annotations"])
+    return DiskLayer(blob, put_blob(store, PIECES, pack_pieces(size, digests)))
+
+
+def publish_disk(store: Store, layers: Sequence[DiskLayer], config: DiskConfig) -> Digest:
+    """Store a disk's config and manifest; naming it is up to the caller."""
+    image = DiskImage(put_blob(store, DISK_CONFIG, config.to_json()), tuple(layers))
+    for item in image.blobs():
+        store.touch(item.digest)
+    return put_bytes(store, image.to_json()).digest
+
+
+def _source(store: Store, layer: DiskLayer, opener: PieceOpener) -> PieceSource:
+    size = layer.blob.size
+    digests = parse_pieces(read_blob(store, layer.pieces.digest, limit=layer.pieces.size, size=layer.pieces.size), size)
+    return PieceSource(opener, store.url, layer.blob.digest, size, digests)
