@@ -13,10 +13,14 @@ from dsec_layers.builders.sources.names import keeps_xattr, shown
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.errors import InputError
 
-__all__ = ["OPAQUE_XATTR", "is_opaque", "is_whiteout", "overlay_xattr", "stack_uppers"]
+__all__ = ["OPAQUE_XATTR", "ORIGIN_XATTR", "is_opaque", "is_whiteout", "overlay_xattr", "stack_uppers"]
 
 OPAQUE_XATTR: Final = b"trusted.overlay.opaque"
 """On a directory, with the value ``y``: nothing of the layers below shows in it."""
+
+ORIGIN_XATTR: Final = b"trusted.overlay.origin"
+"""On a directory that has whiteouts, with an empty value ("origin unknown"): where no lower layer has the directory, overlayfs does not merge it, and then it
+filters whiteouts out of its listing only if this attribute is there (fs/overlayfs/inode.c, ovl_get_inode)."""
 
 _DROPPED: Final = frozenset((b"origin", b"impure", b"nlink", b"upper", b"uuid", b"protattr"))
 _REFUSED: Final = frozenset((b"redirect", b"metacopy", b"verity", b"whiteout", b"whiteouts"))
@@ -94,7 +98,10 @@ def _make_opaque(directory: Inode) -> None:
 
 
 def _tidy(root: Inode) -> None:
-    """Where a directory is opaque nothing of the layers below shows, so marks inside it say nothing: the same view gets the same tree."""
+    """Give the same view the same tree, and one whose whiteouts stay hidden.
+
+    Where a directory is opaque nothing of the layers below shows, so marks inside it say nothing. Other directories with whiteouts say that they have some.
+    """
     stack = [(root, False)]
     while stack:
         directory, hidden = stack.pop()
@@ -102,7 +109,10 @@ def _tidy(root: Inode) -> None:
         if hidden and is_opaque(directory):
             directory.xattrs = tuple(pair for pair in directory.xattrs if pair[0] != OPAQUE_XATTR)
         inside = hidden or is_opaque(directory)
+        whiteouts = [name for name, inode in directory.children.items() if is_whiteout(inode)]
         if inside:
-            for name in [name for name, inode in directory.children.items() if is_whiteout(inode)]:
+            for name in whiteouts:
                 del directory.children[name]
+        elif whiteouts:
+            directory.xattrs = tuple(sorted((*directory.xattrs, (ORIGIN_XATTR, b""))))
         stack += [(inode, inside) for inode in directory.children.values() if inode.is_dir]

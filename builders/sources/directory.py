@@ -72,7 +72,8 @@ class DirectorySource:
 class OverlaySource:
     """Upper directories of overlayfs mounts, lowest first, as one tree that keeps whiteouts and opaque directories for the layer below.
 
-    A whiteout is a character device 0/0, an opaque directory has ``trusted.overlay.opaque`` = ``y``. What overlayfs notes down for itself is left out.
+    A whiteout is a character device 0/0, an opaque directory has ``trusted.overlay.opaque`` = ``y``, a directory with whiteouts ``trusted.overlay.origin``, empty.
+    What else overlayfs notes down for itself is left out.
     """
 
     kind: Final = "overlay"

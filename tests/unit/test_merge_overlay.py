@@ -124,10 +124,11 @@ def test_uppers_in_directories(tmp_path: Path) -> None:
     sink = MemorySink()
     result = OverlaySource([one, two]).ingest(sink)
     assert [data for pieces in sink.pieces.values() for _, data in pieces] == [b"kept"]
-    assert result.root.children is not None and result.root.xattrs == ()
+    assert result.root.children is not None and result.root.xattrs == ((b"trusted.overlay.origin", b""),)
     root = result.root.children
     directory = root[b"d"].children
-    assert directory is not None and root[b"kept2"] is directory[b"kept"] and root[b"d"].xattrs == ()
+    origin = ((b"trusted.overlay.origin", b""),)  # both have whiteouts
+    assert directory is not None and root[b"kept2"] is directory[b"kept"] and root[b"d"].xattrs == origin
     # A11: a whiteout with two names would be malformed, so each is an inode of its own
     assert is_whiteout(root[b"w1"]) and is_whiteout(root[b"w2"]) and root[b"w1"] is not root[b"w2"]
     for white in (root[b"w1"], directory[b"gone"]):
