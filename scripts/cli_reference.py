@@ -41,14 +41,19 @@ def exit_codes() -> str:
     from dsec_layers import errors
 
     kinds = sorted((getattr(errors, name) for name in errors.__all__), key=lambda kind: kind.exit_code)
-    rows = {kind.exit_code: (kind.__doc__ or "").partition(". ")[0].rstrip(".") for kind in reversed(kinds) if kind is not errors.ImageError}
+    rows = {
+        kind.exit_code: (kind.__doc__ or "").partition(". ")[0].rstrip(".") for kind in reversed(kinds) if kind is not errors.ImageError
+    }
     rows |= {0: "It worked", 1: "Something failed; the message says what"}
     return "".join(f"| {code} | {rows[code]} |\n" for code in sorted(rows))
 
 
 def reference() -> str:
     """The whole document."""
-    parts = [HEAD + exit_codes(), "\n`run` passes on the command's own exit code and uses 125 for its own failures, 126 and 127 as shells do.\n"]
+    parts = [
+        HEAD + exit_codes(),
+        "\n`run` passes on the command's own exit code and uses 125 for its own failures, 126 and 127 as shells do.\n",
+    ]
     root = click.Context(cli, info_name="dsec-layers", obj=App())
     for name in COMMANDS:
         top = cli.get_command(root, name)

@@ -12,7 +12,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "dsec_layers"
-MODULES = sorted({path.resolve() for path in PACKAGE.rglob("*.py")} | {p for d in ("fuse", "builders", "registry") for p in (ROOT / d).rglob("*.py")})
+MODULES = sorted(
+    {path.resolve() for path in PACKAGE.rglob("*.py")} | {p for d in ("fuse", "builders", "registry") for p in (ROOT / d).rglob("*.py")}
+)
 MAX_MODULE = 500
 MAX_FUNCTION = 60
 
