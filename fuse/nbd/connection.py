@@ -94,6 +94,9 @@ class Connection:
         """End without waiting for anything."""
         if self._transmission is not None:
             self._transmission.abort()
+        self._cut()
+
+    def _cut(self) -> None:
         self._shutdown(socket.SHUT_RDWR)
 
     def _shutdown(self, how: int) -> None:
@@ -138,7 +141,7 @@ class Connection:
     def _transmit(self, session: Session) -> None:
         self._socket.settimeout(None)
         performer = Performer(session, self._progress)
-        self._transmission = Transmission(session, self._transport, self._limits, performer, self.abort)
+        self._transmission = Transmission(session, self._transport, self._limits, performer, self._cut)
         if self._stopping:
             self._transmission.stop()
         self._transmission.run()

@@ -55,13 +55,15 @@ class Performer:
         try:
             return self._perform(request, payload)
         except Exception as error:  # noqa: BLE001 - a source's failure of any kind is the client's EIO, not the server's end
-            refused = error_of(error)
-            self._progress.warning(
-                f"NBD export {self._export.name!r}: command {request.command} for {request.length} bytes at {request.offset} failed: {error}"
-            )
-            if not isinstance(error, DsecError | OSError):
-                self._progress.warning("".join(traceback.format_exception(error)))
-            return self.refuse(request, refused)
+            self.report(request, error)
+            return self.refuse(request, error_of(error))
+
+    def report(self, request: Request, error: Exception) -> None:
+        """Tell the operator of a failure, and of a mistake in the source with all there is to find it."""
+        what = f"NBD export {self._export.name!r}: command {request.command} for {request.length} bytes at {request.offset} failed: {error}"
+        if not isinstance(error, DsecError | OSError):
+            what += "\n" + "".join(traceback.format_exception(error))
+        self._progress.warning(what)
 
     def _perform(self, request: Request, payload: Buffer) -> list[Buffer]:
         command = request.command

@@ -6,6 +6,7 @@ are ready at the same time leave in one system call, and a client that does not 
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,7 +22,8 @@ _PADDING = bytes(1 << 16)
 
 
 class Sender:
-    """The sending half of a connection. ``settled`` is told the cost of each queued reply once it has left or was dropped."""
+    """The sending half of a connection. ``settled`` is told the cost of each queued reply once it has left or was dropped; ``broken`` says that
+    nothing leaves any more."""
 
     def __init__(self, transport: Transport, settled: Callable[[int], None], broke: Callable[[], None]) -> None:
         self._transport = transport
@@ -29,7 +31,7 @@ class Sender:
         self._broke = broke
         self._lock = threading.Lock()
         self._queue: deque[tuple[Sequence[Buffer], int]] = deque()
-        self._broken = False
+        self.broken = False
 
     def post(self, parts: Sequence[Buffer], cost: int) -> None:
         """Queue a whole reply and send what is queued if nobody else is sending. Never raises: a broken stream is ``broke``'s affair."""
@@ -62,13 +64,18 @@ class Sender:
             self._pump()
         return good, error
 
+    def close(self) -> None:
+        """Send nothing any more; waits for a send that is going on. A late reply must not find the number of a descriptor that was given away."""
+        with self._lock:
+            self.broken = True
+
     def _send_pieces(self, pieces: Sequence[Piece]) -> tuple[int, int]:
         good = 0
         for descriptor, offset, length in pieces:
             sent, error = self._transport.send_file(descriptor.__index__(), offset, length)
             good += sent
             if sent != length:
-                return good, error or 5
+                return good, error or errno.EIO
         return good, 0
 
     def _pump(self) -> None:
@@ -90,10 +97,10 @@ class Sender:
                 parts.extend(reply)
                 cost.append(price)
             try:
-                if not self._broken:
+                if not self.broken:
                     self._transport.send(parts)
             except OSError:
-                self._broken = True
+                self.broken = True
                 self._broke()
             for price in cost:
                 self._settled(price)

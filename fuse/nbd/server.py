@@ -126,7 +126,8 @@ class Server:
     def stop(self, grace: float = 10.0) -> bool:
         """Stop: no new clients, answers for what has arrived, then the end of every connection.
 
-        Connections that are not done after ``grace`` seconds are cut. Returns whether none had to be. Calling it again does nothing.
+        Connections that are not done after ``grace`` seconds are cut. Returns whether none had to be; if so nobody uses the sources any more, else a
+        call into a source may still be going on. Calling it again does nothing.
         """
         self._stopping.set()
         listener, self._listener = self._listener, None

@@ -23,6 +23,7 @@ from dsec_layers.fuse.nbd.protocol import (
     NBD_CMD_FLAG_FUA,
     NBD_CMD_READ,
     NBD_CMD_WRITE,
+    NBD_EIO,
     NBD_REPLY_FLAG_DONE,
     NBD_REPLY_TYPE_OFFSET_DATA,
     NBD_REQUEST_MAGIC,
@@ -124,7 +125,9 @@ class Transmission:
         self._have = 0
         self._payload = bytearray(_RECEIVE)
         self._sendable = session.export.sendable
-        self._inline = not session.export.blocking
+        self._inline_writes = not session.export.blocking
+        # A source with ``sendable`` has said by now which reads need not wait: what is left is absent, or not in the page cache.
+        self._inline_reads = self._inline_writes and self._sendable is None
         self._no_wait = os.RWF_NOWAIT
         self._stopping = False
 
@@ -142,6 +145,7 @@ class Transmission:
             self._serve()
         finally:
             self._workers.finish()
+            self._sender.close()
 
     def _serve(self) -> None:
         rounds = 0
@@ -157,7 +161,8 @@ class Transmission:
             if not going_on:
                 return
             rest = self._have - self._at
-            self._buffer[:rest] = self._buffer[self._at : self._have]
+            if rest:
+                self._buffer[:rest] = self._buffer[self._at : self._have]
             self._have = rest
 
     def _requests(self) -> bool:
@@ -199,7 +204,7 @@ class Transmission:
 
     def _read(self, request: Request) -> None:
         """A read through the source: here when that cannot wait, else in a worker."""
-        if self._inline:
+        if self._inline_reads:
             self._batch.append(self._performer.perform(request, b""))
         else:
             self._make_room(request.length)
@@ -212,7 +217,10 @@ class Transmission:
 
     def _submit(self, request: Request, payload: Buffer, cost: int) -> None:
         def job() -> None:
-            self._sender.post(self._performer.perform(request, payload), cost)
+            if self._sender.broken:  # nobody is there to answer: what was never begun need not be done
+                self._workers.settle(cost)
+            else:
+                self._sender.post(self._performer.perform(request, payload), cost)
 
         self._workers.submit(cost, job)
 
@@ -273,7 +281,8 @@ class Transmission:
         header = data_header(request.cookie, request.offset, request.length, structured=structured, done=False)
         good, error_number = self._sender.send_file(header, pieces, pad=structured)
         if error_number:
-            self._batch.append([error_offset_chunk(request.cookie, 5, request.offset + good)])
+            self._performer.report(request, OSError(error_number, os.strerror(error_number)))
+            self._batch.append([error_offset_chunk(request.cookie, NBD_EIO, request.offset + good)])
         elif structured:
             self._batch.append([done_chunk(request.cookie)])
         return True
@@ -294,7 +303,7 @@ class Transmission:
         return True
 
     def _write(self, request: Request) -> None:
-        if self._inline and not request.flags & NBD_CMD_FLAG_FUA:
+        if self._inline_writes and not request.flags & NBD_CMD_FLAG_FUA:
             self._batch.append(self._performer.perform(request, self._inline_payload(request.length)))
             return
         self._make_room(request.length)

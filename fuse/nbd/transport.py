@@ -52,7 +52,10 @@ class PlainTransport:
     def send(self, parts: Sequence[Buffer], *, more: bool = False) -> None:
         """See Transport."""
         flags = socket.MSG_MORE if more else 0
-        sent = self._socket.sendmsg(parts, (), flags)
+        if len(parts) == 1:
+            sent = self._socket.send(parts[0], flags)
+        else:
+            sent = self._socket.sendmsg(parts, (), flags)
         if sent != sum(map(len, parts)):
             self._send_rest(parts, sent, flags)
 

@@ -138,6 +138,15 @@ def test_a_broken_stream_settles_what_it_drops() -> None:
         sender.send([b"c"])
 
 
+def test_nothing_is_sent_after_close() -> None:
+    stream, account = Stream(), Account()
+    sender = account.sender(stream)
+    sender.close()
+    sender.post([b"late"], 3)
+    assert stream.calls == []
+    assert account.settled == [3]
+
+
 def workers(**bounds: int) -> Workers:
     return Workers("test", **{"threads": 2, "requests": 4, "payload": 100, **bounds})
 

@@ -574,6 +574,28 @@ def test_disconnect_finishes_writes_in_flight(start: Start) -> None:
     assert source.pread(0, 512) == b"y" * 512
 
 
+def test_a_stopped_server_has_left_its_sources(tmp_path: Path) -> None:
+    """The client is gone, but reads for it go on: stop returns when they have ended."""
+    source = Gate(bytes(SIZE))
+    server = Server([Export(source)], unix=tmp_path / "s", limits=Limits(workers=2))
+    server.start()
+    client = connect(server)
+    for _ in range(10):
+        client.request(nbd.NBD_CMD_READ, 0, 100_000)
+    for _ in range(2):
+        assert source.entered.acquire(timeout=SECONDS)
+    client.socket.close()
+    results: list[bool] = []
+    stopper = threading.Thread(target=lambda: results.append(server.stop(SECONDS)))
+    stopper.start()
+    stopper.join(0.1)
+    assert stopper.is_alive()
+    source.opened.set()
+    stopper.join(SECONDS)
+    assert results == [True]
+    assert source.now == 0
+
+
 def test_the_handshake_has_a_deadline(tmp_path: Path) -> None:
     server = Server([Export(BytesSource(b""))], unix=tmp_path / "s", limits=Limits(handshake_seconds=0.3))
     ended = threading.Event()
