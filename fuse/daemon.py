@@ -10,6 +10,7 @@ import argparse
 import os
 import select
 import sys
+import time
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -17,6 +18,7 @@ from dsec_layers.cache.directory import CacheDirectory, lock
 from dsec_layers.errors import Conflict, DsecError, HostError
 from dsec_layers.fsio import map_os_error
 from dsec_layers.fuse import control
+from dsec_layers.fuse.aftermath import look_for_orphans, poisoned_folders, put_aside
 from dsec_layers.fuse.keeper import Hand, become_keeper
 from dsec_layers.fuse.options import LOG, Options
 from dsec_layers.fuse.requirements import check_fanotify, check_root, watch
@@ -24,7 +26,7 @@ from dsec_layers.linux.process import set_descriptor_limit
 
 __all__ = ["main"]
 
-_START: Final = 60.0
+_START: Final = 30.0
 """Seconds a daemon may take to start."""
 _TAIL: Final = 2000
 
@@ -73,10 +75,9 @@ def _fail(error: DsecError) -> int:
 
 def _start(cache: Path, options: Options, *, foreground: bool) -> int:
     cache.mkdir(mode=0o755, parents=True, exist_ok=True)
-    try:
-        lock_fd = lock(cache)
-    except Conflict:
-        return _await_other(cache)
+    lock_fd = _lock_unless_served(cache)
+    if lock_fd is None:
+        return 0
     if foreground:
         _become(cache, options, lock_fd, -1)
     ready_read, ready_write = os.pipe2(os.O_CLOEXEC)
@@ -101,10 +102,12 @@ def _become(cache: Path, options: Options, lock_fd: int, ready: int) -> NoReturn
     set_descriptor_limit(65_536)
     directory = CacheDirectory(cache, lock_fd=lock_fd)
     listening = control.listen(cache)
+    orphans = look_for_orphans(cache)
+    aftermath = {"orphans": orphans, "holes": put_aside(directory)} if orphans else {}
     group, unusable = -1, None
     try:
         check_fanotify(cache)
-        group = watch(directory.absent)
+        group = watch([directory.absent, *poisoned_folders(directory)])
     except HostError as error:
         unusable = {"message": error.message, "hint": error.hint}
     spec: dict[str, Any] = {
@@ -119,7 +122,7 @@ def _become(cache: Path, options: Options, lock_fd: int, ready: int) -> NoReturn
         "worker": "dsec_layers.fuse.worker",
         "options": {name: getattr(options, name) for name in Options.__slots__},
         "unusable": unusable,
-        "warnings": [],
+        "aftermath": aftermath,
     }
     become_keeper(spec)
     raise AssertionError("exec returned")
@@ -148,23 +151,44 @@ def _await_ready(ready: int, log: Path) -> int:
         said += part
         if said == b"ready\n":
             return 0
-    message = said.decode(errors="replace").strip()
-    if not message:
-        tail = log.read_text(errors="replace")[-_TAIL:] if log.exists() else ""
-        message = f"the daemon did not start; the end of {log}:\n{tail}"
+    message = said.decode(errors="replace").strip() or f"the daemon did not start: {_last_words(log)}\nsee {log}"
     sys.stderr.write(f"{message}\n")
     return HostError.exit_code
 
 
-def _await_other(cache: Path) -> int:
-    """Somebody else holds the cache: fine if that is a daemon that answers."""
-    channel = control.connect(cache, _START)
+def _last_words(log: Path) -> str:
+    """The end of the last error in the log."""
+    try:
+        lines = log.read_text(errors="replace")[-_TAIL:].splitlines()
+    except OSError:
+        return "it left no log"
+    errors = [line.partition(" ERROR ")[2] for line in lines if " ERROR " in line]
+    return errors[-1] if errors else " ".join(lines[-1:])
+
+
+def _lock_unless_served(cache: Path) -> int | None:
+    """The cache's lock, or None if a daemon that answers has it. One that is just ending is waited for."""
+    due = time.monotonic() + _START
+    while True:
+        try:
+            return lock(cache)
+        except Conflict as error:
+            if _answers(cache, due - time.monotonic()):
+                return None
+            if time.monotonic() > due:
+                raise Conflict(f"{error.message}, which is no daemon", hint="wait for it to end, or use another cache") from None
+        time.sleep(0.01)
+
+
+def _answers(cache: Path, seconds: float) -> bool:
+    channel = control.connect(cache, max(seconds, 0.1))
     if channel is None:
-        raise Conflict(f"cache {cache} is in use by a program that is no daemon", hint="wait for it to end, or use another cache")
+        return False
     with channel:
-        if control.receive(channel) is None:
-            raise HostError(f"the daemon of cache {cache} does not answer", hint=f"see {cache / LOG}")
-    return 0
+        try:
+            return control.receive(channel) is not None
+        except (OSError, ValueError):
+            return False
 
 
 if __name__ == "__main__":

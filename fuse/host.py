@@ -39,7 +39,10 @@ _END: Final = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Mounted:
-    """A mount: ``target``, the object mounted there, the label its maker gave, the driver, its layers, when (seconds since the epoch)."""
+    """A mount: ``target``, the object mounted there, the label its maker gave, the driver, its layers, when (seconds since the epoch).
+
+    ``poisoned``: it may have read zeros when nobody held its readers back, and is served no more: unmount it (fuse/aftermath.py).
+    """
 
     target: str
     digest: Digest
@@ -48,6 +51,7 @@ class Mounted:
     driver: str
     layers: tuple[Digest, ...]
     since: float
+    poisoned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,19 +252,10 @@ class Host:
     def _ask(self, operation: str, fds: list[int] | None = None, /, **arguments: Any) -> Any:
         """One request. Sent again if the daemon's worker died before it answered: every request may be repeated."""
         with self._lock:
-            for attempt in range(_ATTEMPTS):
-                try:
-                    channel = self._connected()
-                    control.send(channel, {"op": operation, **arguments})
-                    received = control.receive(channel)
-                    if received is not None:
-                        break
-                except TimeoutError as error:
-                    self._drop()
-                    raise HostError(f"the daemon of cache {self.cache} does not answer", hint=f"see {self.cache / LOG}") from error
-                except (OSError, ValueError) as error:
-                    if attempt + 1 == _ATTEMPTS:
-                        raise HostError(f"the daemon of cache {self.cache} does not answer: {error}") from error
+            for _ in range(_ATTEMPTS):
+                received = self._try({"op": operation, **arguments})
+                if received is not None:
+                    break
                 self._drop()
             else:
                 raise HostError(f"the daemon of cache {self.cache} closes every connection", hint=f"see {self.cache / LOG}")
@@ -271,6 +266,29 @@ class Host:
             raise control.error_from(answer["error"])
         return answer.get("ok")
 
+    def _try(self, message: control.Message) -> tuple[control.Message, list[int]] | None:
+        """Send a request, or only connect if it is empty; None if the connection broke."""
+        try:
+            channel = self._connected()
+            if not message:
+                return {}, []
+            control.send(channel, message)
+            return control.receive(channel)
+        except TimeoutError as error:
+            self._drop()
+            raise HostError(f"the daemon of cache {self.cache} does not answer", hint=f"see {self.cache / LOG}") from error
+        except (OSError, ValueError):
+            return None
+
+    def connect(self) -> None:
+        """Connect to the daemon, which is started if it does not run."""
+        with self._lock:
+            for _ in range(_ATTEMPTS):
+                if self._try({}) is not None:
+                    return
+                self._drop()
+        raise HostError(f"the daemon of cache {self.cache} closes every connection", hint=f"see {self.cache / LOG}")
+
     def _connected(self) -> socket.socket:
         if self._channel is None:
             channel = control.connect(self.cache, _ANSWER)
@@ -278,12 +296,15 @@ class Host:
                 _start(self.cache, self._options)
                 channel = control.connect(self.cache, _ANSWER)
             if channel is None:
-                raise HostError(f"the daemon of cache {self.cache} ended at once", hint=f"see {self.cache / LOG}")
-            hello = control.receive(channel)
-            if hello is None:
+                raise ConnectionResetError("it ended at once")
+            try:
+                hello = control.receive(channel)
+                if hello is None:
+                    raise ConnectionResetError("no greeting")
+                self._greet(hello[0])
+            except BaseException:
                 channel.close()
-                raise ConnectionResetError("no greeting")
-            self._greet(hello[0])
+                raise
             self._channel = channel
         return self._channel
 
@@ -308,8 +329,7 @@ def open_host(cache: Path, *, options: Sequence[str] = ()) -> Host:
     Raises HostError, saying what this host lacks and which driver works without it, or with the end of the daemon's log.
     """
     host = Host(cache, options)
-    with host._lock:
-        host._connected()
+    host.connect()
     return host
 
 
@@ -330,4 +350,6 @@ def _url(store: str | Store) -> str:
 
 
 def _mounted(row: control.Message) -> Mounted:
-    return Mounted(**{name: row[name] for name in ("target", "digest", "store", "label", "driver", "since")}, layers=tuple(row["layers"]))
+    return Mounted(
+        **{name: row[name] for name in ("target", "digest", "store", "label", "driver", "since", "poisoned")}, layers=tuple(row["layers"])
+    )

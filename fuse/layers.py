@@ -62,6 +62,7 @@ class _Layer:
     path: Path
     files: LayerFiles | None = None
     users: int = 0
+    mounted: bool = False
     idle_since: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -103,7 +104,10 @@ class LayerMounts:
             with layer.lock:
                 self._ensure(layer)
         except BaseException:
-            self.unuse(use)
+            with self._lock:
+                layer.users -= 1
+                if not layer.users and not layer.mounted:
+                    self._layers.pop((use.digest, use.driver), None)
             raise
         return layer.path
 
@@ -131,8 +135,12 @@ class LayerMounts:
             found = self._find(digest)
         return found
 
-    def adopt(self) -> None:
-        """Take over the mounts that a worker before made: unused until somebody says that he uses them."""
+    def adopt(self, *, poisoned: bool = False) -> set[Digest]:
+        """Take over the mounts that a worker before made: unused until somebody says that he uses them.
+
+        With ``poisoned``, those that lack a segment are detached instead; returns their digests.
+        """
+        detached = set()
         prefix = f"{self._directory.layers}/"
         stores = dict(self._records.known())
         for mount in read_mounts():
@@ -140,11 +148,17 @@ class LayerMounts:
                 continue
             name, _, driver = mount.target[len(prefix) :].partition(".")
             digest = f"sha256:{name}"
-            if digest in stores:
-                use = LayerUse(digest, stores[digest], driver or "fanotify")
-                self._layers[digest, use.driver] = _Layer(use, Path(mount.target), self._files_here(use), idle_since=time.monotonic())
-            else:
+            if digest not in stores:
                 _log.warning("%s is mounted, but no record says from which store", mount.target)
+                continue
+            use = LayerUse(digest, stores[digest], driver or "fanotify")
+            files = self._files_here(use)
+            if poisoned and use.driver == "fanotify" and not (files and self._cache.has_all(files.names, files.sizes)):
+                umount(mount.target, lazy=True)
+                detached.add(digest)
+                continue
+            self._layers[digest, use.driver] = _Layer(use, Path(mount.target), files, mounted=True, idle_since=time.monotonic())
+        return detached
 
     def segments_in_use(self) -> set[str]:
         """The names of all segments of mounted layers."""
@@ -182,10 +196,12 @@ class LayerMounts:
         self._files[use.digest] = layer.files
         try:
             layer.path.mkdir(mode=0o755, exist_ok=True)
-            if layer.path.stat().st_dev != self._device:
-                return  # by an earlier use, or by a worker that was killed before it could note it
-            self._records.remember(use.digest, use.store)
-            self._mounters[use.driver](layer.files, layer.path)
+            if (
+                layer.path.stat().st_dev == self._device
+            ):  # else mounted by an earlier use, or by a worker that was killed before it could note it
+                self._records.remember(use.digest, use.store)
+                self._mounters[use.driver](layer.files, layer.path)
+            layer.mounted = True
         except OSError as error:
             raise map_os_error(error, str(layer.path)) from error
 

@@ -54,19 +54,28 @@ class Manager:
         self._busy: set[str] = set()
         self._pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="metadata")
 
-    def recover(self) -> None:
-        """Take over what an earlier worker left: leases of those who live, mounts that stand. Everything else is undone."""
-        self._layers.adopt()
+    def recover(self, *, poisoned: bool = False) -> None:
+        """Take over what an earlier worker left: leases of those who live, mounts that stand. Everything else is undone.
+
+        ``poisoned``: nobody held readers back for a while, and they may have read zeros (fuse/aftermath.py).
+        """
+        detached = self._layers.adopt(poisoned=poisoned)
         targets = {mount.target: mount for mount in read_mounts()}
         for record in self._records.mounts():
             if self._is_ours(record, targets.get(record.target)):
-                self._mounts[record.target] = replace(record, done=True)
+                bad = record.poisoned or not detached.isdisjoint(record.layers)
+                self._mounts[record.target] = record = replace(record, done=True, poisoned=bad)
+                self._save(record)
             else:
                 _log.warning("%s is not mounted; its record is dropped", record.target)
                 self._records.remove(record)
-        held = {record.lease for record in self._mounts.values()}
+        held = {record.lease for record in self._mounts.values() if not record.poisoned}
         for lease in self._records.leases():
-            if lease.identifier in held or not (lease.holder.target or lease.holder.is_gone()):
+            if not detached.isdisjoint(use.digest for use in lease.layers):
+                if not lease.holder.target:
+                    _log.error("process %d uses layers that may have read zeros; end it", lease.holder.pid)
+                self._records.remove(lease)
+            elif lease.identifier in held or not (lease.holder.target or lease.holder.is_gone()):
                 try:
                     for use in lease.layers:
                         self._layers.use(use)
@@ -187,6 +196,10 @@ class Manager:
             with suppress(NotFound):  # somebody else unmounted it
                 umount(target, lazy)
             self._forget(record)
+
+    def poisoned(self) -> list[str]:
+        """Targets of mounts that may have read zeros."""
+        return sorted(record.target for record in self._mounts.values() if record.poisoned)
 
     def mounts(self) -> list[MountRecord]:
         """What is mounted."""

@@ -60,7 +60,9 @@ class LeaseRecord:
 
 @dataclass(frozen=True, slots=True)
 class MountRecord:
-    """A mount that the daemon made at ``target``. ``done``: it stands; ``answered``: whoever asked for it knows."""
+    """A mount that the daemon made at ``target``. ``done``: it stands; ``answered``: whoever asked for it knows; ``poisoned``: it may have read zeros
+    when nobody held its readers back, and is served no more (fuse/aftermath.py).
+    """
 
     identifier: str
     target: str
@@ -73,6 +75,7 @@ class MountRecord:
     since: float = 0.0
     done: bool = False
     answered: bool = False
+    poisoned: bool = False
 
 
 class Records:

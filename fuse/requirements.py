@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -48,11 +49,12 @@ def check_fanotify(cache: Path) -> None:
         )
 
 
-def watch(absent: Path) -> int:
-    """A fanotify group that watches the directory of absent segments. HostError where that does not work."""
+def watch(folders: Sequence[Path]) -> int:
+    """A fanotify group that watches directories of absent segments. HostError where that does not work."""
     group = create_group()
     try:
-        mark_directory(group, absent)
+        for folder in folders:
+            mark_directory(group, folder)
     except BaseException:
         os.close(group)
         raise

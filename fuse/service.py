@@ -44,7 +44,7 @@ class Service:
         events: EventServer | None,
         pick: Callable[[str], str],
         stop: Callable[[], None],
-        warnings: list[str],
+        warnings: Callable[[], list[str]],
     ) -> None:
         self._listening = listening
         self._manager = manager
@@ -66,13 +66,23 @@ class Service:
             "clear": self._clear,
             "stop": self._stop_daemon,
         }
-        self.last_request = time.monotonic()
-        self.open_connections = 0
+        self._lock = threading.Lock()
+        self._active = 0
+        self._ending = False
+        self._last_request = time.monotonic()
 
     def start(self) -> None:
         """Accept connections in a thread."""
         self._listening.setblocking(False)
         threading.Thread(target=self._accept, name="control", daemon=True).start()
+
+    def end_if_quiet(self, seconds: float, is_idle: Callable[[], bool]) -> bool:
+        """Answer no more requests, if none was made for so long and nothing is held; whether that is so. Who asks all the same is cut off, and asks again."""
+        with self._lock:
+            if self._active or time.monotonic() - self._last_request < seconds or not is_idle():
+                return False
+            self._ending = True
+            return True
 
     def _accept(self) -> None:
         while True:
@@ -88,24 +98,28 @@ class Service:
             threading.Thread(target=self._converse, args=(channel,), name="control", daemon=True).start()
 
     def _converse(self, channel: socket.socket) -> None:
-        self.open_connections += 1
         try:
             with channel:
                 channel.settimeout(_SILENCE)
                 if peer_uid(channel) != os.geteuid():
                     return
-                send(channel, {"version": VERSION, "pid": os.getpid(), "warnings": self._warnings, "namespace": self._namespace})
+                send(channel, {"version": VERSION, "pid": os.getpid(), "warnings": self._warnings(), "namespace": self._namespace})
                 while (received := receive(channel)) is not None:
                     message, fds = received
                     for fd in fds:
                         os.close(fd)  # no request brings any
-                    self.last_request = time.monotonic()
-                    self._answer(channel, message)
+                    with self._lock:
+                        if self._ending:
+                            return
+                        self._active += 1
+                    try:
+                        self._answer(channel, message)
+                    finally:
+                        with self._lock:
+                            self._active -= 1
+                            self._last_request = time.monotonic()
         except (OSError, ValueError) as error:
             _log.debug("a control connection ended: %s", error)
-        finally:
-            self.open_connections -= 1
-            self.last_request = time.monotonic()
 
     def _answer(self, channel: socket.socket, message: Message) -> None:
         operation = str(message.get("op"))
@@ -169,7 +183,7 @@ class Service:
             "since": self._began,
             "pid": os.getpid(),
             "keeper": os.getppid(),
-            "warnings": self._warnings,
+            "warnings": self._warnings(),
         }
 
     def _clear(self, _: Message) -> Message:

@@ -17,7 +17,6 @@ import select
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +25,7 @@ from dsec_layers.cache.fetch import Fetcher, Limits
 from dsec_layers.cache.metadata import LayerFiles
 from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.errors import DsecError, HostError
+from dsec_layers.fuse.aftermath import remember_holes, warnings_of
 from dsec_layers.fuse.events import EventServer
 from dsec_layers.fuse.keeper import EXIT_PARKED, EXIT_STOPPED, Hand, become_keeper, notify
 from dsec_layers.fuse.layers import LayerMounts, Mounter, Stores
@@ -35,6 +35,7 @@ from dsec_layers.fuse.probe import fails_closed
 from dsec_layers.fuse.records import Records
 from dsec_layers.fuse.service import Service
 from dsec_layers.linux.mount import mount_erofs
+from dsec_layers.linux.mountinfo import read_mounts
 from dsec_layers.linux.process import set_descriptor_limit, set_oom_score
 
 __all__ = ["main"]
@@ -48,7 +49,7 @@ _PR_SET_NAME: Final = 15
 
 
 def main(spec: dict[str, Any]) -> int:
-    """Run until told to stop; returns the exit code for the keeper. ``spec`` as in fuse/keeper.py, with ``cache`` (path), ``options``, ``unusable``, ``warnings``."""
+    """Run until told to stop; returns the exit code for the keeper. ``spec`` as in fuse/keeper.py, with ``cache`` (path), ``options``, ``unusable``, ``aftermath``."""
     keeper = os.getppid()
     set_oom_score(0)
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"dsec-worker", 0, 0, 0)
@@ -79,7 +80,8 @@ class _Worker:
         self._directory = CacheDirectory(Path(spec["cache"]), lock_fd=spec["lock"])
         stores = Stores()
         self._fetcher = Fetcher(stores.get, Limits(fetches=options.fetches, deadline=options.deadline))
-        holes = options.holes or not fails_closed(self._directory)
+        holes = spec["group"] >= 0 and (options.holes or not fails_closed(self._directory))
+        remember_holes(self._directory, holes)
         self._cache = SegmentCache(self._directory, self._fetcher, holes=holes)
         records = Records(self._directory.state, self._directory.boot)
         mounters: dict[str, Mounter] = {} if spec["group"] < 0 else {"fanotify": self._mount_devices}
@@ -89,13 +91,16 @@ class _Worker:
         if spec["group"] >= 0:
             self._events = EventServer(spec["group"], Hand(spec["hand"]), self._cache, self._layers.find, descriptors=descriptors)
         listening = socket.socket(fileno=os.dup(spec["listen"]))
-        self._service = Service(
-            listening, self._manager, self._layers, self._cache, self._events, self._pick, self._stop, list(spec["warnings"])
-        )
+        self._service = Service(listening, self._manager, self._layers, self._cache, self._events, self._pick, self._stop, self._warnings)
 
     def run(self) -> int:
         """Serve until stopped."""
-        self._manager.recover()
+        aftermath = self._spec["aftermath"]
+        self._manager.recover(poisoned=aftermath.get("holes", False))
+        # Mounts are poisoned once: a worker that follows this one finds that in the records.
+        self._spec["aftermath"] = {**aftermath, "holes": False, "orphans": []} if aftermath.get("holes") else aftermath
+        for warning in self._warnings():
+            _log.error("%s", warning)
         if self._events is not None:
             self._events.start()
         self._service.start()
@@ -121,7 +126,7 @@ class _Worker:
         poll.register(self._keeper, select.POLLIN)
         poll.register(self._wake_read, select.POLLIN)
         while not self._stopping:
-            ready = dict(poll.poll(_SWEEP * 1000))
+            ready = dict(poll.poll(min(_SWEEP, self._options.idle or _SWEEP) * 1000))
             if self._keeper in ready:
                 _log.error("the keeper died; this process takes its place and starts another worker")
                 become_keeper({**self._spec, "ready": -1})
@@ -134,8 +139,7 @@ class _Worker:
                 return
 
     def _is_idle(self) -> bool:
-        quiet = time.monotonic() - self._service.last_request
-        return 0 < self._options.idle < quiet and self._service.open_connections == 0 and self._manager.is_idle()
+        return self._options.idle > 0 and self._service.end_if_quiet(self._options.idle, self._manager.is_idle)
 
     def _end(self) -> int:
         if not self._manager.is_idle():
@@ -155,6 +159,9 @@ class _Worker:
         self._directory.end()
         _log.info("ended")
         return EXIT_STOPPED
+
+    def _warnings(self) -> list[str]:
+        return warnings_of(self._spec["aftermath"], {mount.target for mount in read_mounts()}, self._manager.poisoned())
 
     def _stop(self) -> None:
         self._stopping = True

@@ -9,6 +9,7 @@
     images/         whole images of layers in the compressed layout
     layers/         mount points, one a layer
     state/          records of mounts and leases, and of boots that ended well
+    poisoned/       absent segments of mounts that must not be served any more (fuse/aftermath.py)
     lock            held (flock) by the one process that may change any of this
 
 HEX is the segment's BLAKE3 digest. All of it may be deleted by hand while no mount uses it.
@@ -73,6 +74,11 @@ class CacheDirectory:
     def set_stamp(self, fd: int) -> None:
         """Mark an open file as verified in this boot."""
         os.utime(fd, ns=(self.stamp, self.stamp))
+
+    def reopen(self) -> None:
+        """Open absent/ again, after another directory has taken its place."""
+        os.close(self.absent_fd)
+        self.absent_fd = _open_folder(self.absent)
 
     def end(self) -> None:
         """Record that all is durable: segments of this boot stay trusted after the next one. Call when nothing writes any more."""

@@ -261,7 +261,8 @@ class SegmentCache:
             write_whole(fd, data)
             self.directory.set_stamp(fd)
         except OSError as error:
-            with suppress(OSError):  # nothing half written stays, and its space is given back
+            # Nothing half written stays, and its space is given back. Truncating raises an event even through a descriptor whose writes raise none.
+            with suppress(OSError), self._own_write(name):
                 os.ftruncate(fd, 0)
                 if self._holes:
                     os.ftruncate(fd, len(data))
@@ -320,6 +321,16 @@ class SegmentCache:
             except OSError as error:
                 raise map_os_error(error, f"cache {self.directory.root}") from error
             yield paths
+
+    def has_all(self, names: Iterable[str], sizes: Iterable[int]) -> bool:
+        """Whether all these segments are complete."""
+        for name, size in zip(names, sizes, strict=True):
+            try:
+                if not self.directory.is_trusted(os.stat(name, dir_fd=self.directory.present_fd, follow_symlinks=False), size):
+                    return False
+            except OSError:
+                return False
+        return True
 
     def _device_paths(self, names: Iterable[str], sizes: Iterable[int]) -> list[str]:
         directory = self.directory

@@ -1,0 +1,143 @@
+"""Caches, pieces and daemons for tests of the on-demand driver."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from dsec_layers.cache.directory import CacheDirectory
+from dsec_layers.cache.fetch import Fetcher, Limits
+from dsec_layers.cache.piece import Piece
+from dsec_layers.cache.segments import SegmentCache
+from dsec_layers.digest import content_digest
+from dsec_layers.errors import DsecError
+from dsec_layers.fuse.host import Host, open_host
+from dsec_layers.layers.frames import compress
+from dsec_layers.linux.mount import umount
+from dsec_layers.linux.mountinfo import read_mounts
+from dsec_layers.linux.process import start_time
+from dsec_layers.store.base import Store
+from dsec_layers.store.transfer import put_bytes
+
+QUICK = Limits(fetches=4, deadline=20.0, pause=0.01, longest_pause=0.05)
+
+
+def put_piece(store: Store, data: bytes, *, raw: bool = False) -> Piece:
+    """A blob that holds just one piece, between bytes that are none of it."""
+    stored = data if raw else compress(data)
+    info = put_bytes(store, b"before" + stored + b"after")
+    return Piece(content_digest(data), len(data), store.url, info.digest, 6, len(stored), "raw" if raw else "zstd")
+
+
+@contextmanager
+def open_cache(root: Path, store: Store, limits: Limits = QUICK, *, holes: bool = False) -> Iterator[SegmentCache]:
+    """A cache that takes everything from one store."""
+    with CacheDirectory(root) as directory:
+        fetcher = Fetcher(lambda _: store, limits)
+        try:
+            yield SegmentCache(directory, fetcher, holes=holes)
+        finally:
+            fetcher.close()
+
+
+def in_threads(count: int, function: Callable[[int], None]) -> list[BaseException]:
+    """Run ``function(0 … count - 1)``, each in a thread, at the same time; returns what they raised."""
+    errors: list[BaseException] = []
+    start = threading.Barrier(count)
+
+    def call(number: int) -> None:
+        start.wait()
+        try:
+            function(number)
+        except BaseException as error:  # noqa: BLE001 - reported by the caller
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=(number,), daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "a reader hangs"
+    return errors
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait until a condition holds; fail the test if it does not in time."""
+    due = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < due, "it did not come to pass in time"
+        time.sleep(0.005)
+
+
+def needs_fanotify(cache: Path) -> None:
+    """Skip the test where the fanotify driver cannot work."""
+    from dsec_layers.fuse.requirements import check_fanotify, check_root
+
+    try:
+        check_root()
+        cache.mkdir(parents=True, exist_ok=True)
+        check_fanotify(cache)
+    except DsecError as error:
+        pytest.skip(error.message)
+
+
+@contextmanager
+def daemon(cache: Path, options: Sequence[str] = ()) -> Iterator[Host]:
+    """The daemon of a cache. Afterwards nothing of it is left: no mount, no process. Its log must hold no traceback."""
+    host = open_host(cache, options=("--idle", "60", *options))
+    try:
+        yield host
+    finally:
+        _end(cache, host)
+    assert "Traceback" not in log_of(cache)
+
+
+def log_of(cache: Path) -> str:
+    """What the daemon wrote to its log."""
+    return "".join(path.read_text(errors="replace") for path in sorted(cache.glob("daemon.log*")))
+
+
+def processes_of(cache: Path) -> list[int]:
+    """The pids of the keeper and the worker, known by the descriptors they share: whoever has the cache's lock open."""
+    wanted = str(cache / "lock")
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with suppress(OSError):
+            if any(str(link.readlink()) == wanted for link in (entry / "fd").iterdir()):
+                found.append(int(entry.name))
+    return found
+
+
+def kill(pid: int) -> None:
+    """Kill a process at once, and wait until it is gone."""
+    started = start_time(pid)
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: start_time(pid) != started)
+
+
+def _end(cache: Path, host: Host) -> None:
+    unmount_below(cache.parent)
+    with suppress(DsecError):
+        host.stop(force=True)
+    host.close()
+    for pid in processes_of(cache):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    unmount_below(cache.parent)
+
+
+def unmount_below(folder: Path) -> None:
+    """Detach every mount below a directory."""
+    for mount in reversed(read_mounts()):
+        if mount.target.startswith(f"{folder}/"):
+            with suppress(DsecError):
+                umount(mount.target, lazy=True)
