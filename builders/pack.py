@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any, Final, TypeAlias
 
+from dsec_layers.builders.compressed import pack_compressed
 from dsec_layers.builders.pack_build import BadBlob, Build, Packed, PackResult
 from dsec_layers.builders.pack_output import BlobOutput
 from dsec_layers.builders.pack_publish import publish
@@ -79,6 +80,8 @@ def pack_layer(
         store, catalog, LayerConfig(kind, name, layout, prefix, env, workdir, parent=parent, builder=_BUILDER), recipe, previous, epoch,
         workers or default_workers(), level, progress,
     )  # fmt: skip
+    if layout == "compressed":
+        return pack_compressed(build, ingest)
     for left in reversed(range(_ATTEMPTS)):
         try:
             return _pack(build, ingest, dedup=left > 0)

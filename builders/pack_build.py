@@ -14,11 +14,11 @@ from dsec_layers.builders.pack_foreign import ForeignChunks, ForeignSegment, fin
 from dsec_layers.builders.pack_output import Written
 from dsec_layers.builders.pack_previous import PreviousFirst
 from dsec_layers.builders.pack_same import Content
-from dsec_layers.builders.pack_sink import PackSink
+from dsec_layers.builders.pack_sink import PackSink, PackSums
 from dsec_layers.digest import Digest
 from dsec_layers.erofs.tree import BLOCK, Tree
 from dsec_layers.errors import DsecError, NotFound
-from dsec_layers.layers.manifest import Layer, LayerConfig
+from dsec_layers.layers.manifest import FOREIGN, Layer, LayerConfig
 from dsec_layers.layers.tables import SEGMENT, Table
 from dsec_layers.progress import Progress
 from dsec_layers.registry.catalog import Catalog
@@ -54,6 +54,26 @@ class PackResult:
     stored: int
     metadata: int
     seconds: Mapping[str, float]
+
+    @classmethod
+    def of(
+        cls,
+        build: Build,
+        sums: PackSums,
+        digest: Digest,
+        layer: Layer,
+        *,
+        inodes: int,
+        segments: int = 0,
+        foreign: int = 0,
+        reused: bool = False,
+    ) -> PackResult:
+        """The result of a build."""
+        own = () if reused else [item for item in layer.blobs() if FOREIGN not in item.annotations]
+        return cls(
+            digest, layer, reused, inodes, segments, foreign, sums.total, sums.inline, sums.holes, sums.within, sums.against, sums.unique,
+            sum(item.size for item in own), layer.metadata.size, dict(build.seconds),
+        )  # fmt: skip
 
 
 class BadBlob(Exception):
@@ -116,6 +136,12 @@ class Build:
             found += sorted(set.intersection(*(set(self.catalog.layers_of(blob)) for blob in blobs)))
         return found[:_CANDIDATES]
 
+    def clamp(self, tree: Tree) -> None:
+        """Make modification times later than ``epoch`` this one."""
+        if self.epoch is not None:
+            for _, inode in tree.walk():
+                inode.mtime, inode.mtime_ns = min((inode.mtime, inode.mtime_ns), (self.epoch, 0))
+
     def index(self, digest: Digest, layer: Layer, segments: Table, chunks: Table) -> None:
         """Tell the catalog. It can be rebuilt at any time, so its troubles are no reason to fail."""
         if self.catalog is not None:
@@ -138,8 +164,7 @@ class Packed:
         tree.extents = sink.numbered({segment.number: own + nth for nth, segment in enumerate(self.foreign, 1)})
         self.devices = [size // BLOCK for size in (*sink.sizes, *(segment.at.size for segment in self.foreign))]
         """Blocks of each device."""
-        if build.epoch is not None:
-            _clamp(tree, build.epoch)
+        build.clamp(tree)
 
     def hold_foreign(self) -> list[BlobInfo]:
         """Touch the foreign blobs, so that a collector leaves them. Raises BadBlob for one that is gone."""
@@ -183,14 +208,5 @@ class Packed:
 
     def result(self, digest: Digest, layer: Layer, inodes: int, *, reused: bool) -> PackResult:
         """The result of the build."""
-        sums = self.sink.sums
-        own = () if reused else [item for item in layer.blobs() if not item.annotations]
-        return PackResult(
-            digest, layer, reused, inodes, len(self.sink.sizes), len(self.foreign), sums.total, sums.inline, sums.holes, sums.within,
-            sums.against, sums.unique, sum(item.size for item in own), layer.metadata.size, dict(self.build.seconds),
-        )  # fmt: skip
-
-
-def _clamp(tree: Tree, epoch: int) -> None:
-    for _, inode in tree.walk():
-        inode.mtime, inode.mtime_ns = min((inode.mtime, inode.mtime_ns), (epoch, 0))
+        segments, foreign = len(self.sink.sizes), len(self.foreign)
+        return PackResult.of(self.build, self.sink.sums, digest, layer, inodes=inodes, segments=segments, foreign=foreign, reused=reused)
