@@ -18,7 +18,7 @@ import pytest
 
 from dsec_layers.blocksource import BlockSource, BytesSource, MemoryDisk
 from dsec_layers.digest import Buffer
-from dsec_layers.errors import Conflict, CorruptError, HostError, NoSpace, UsageError
+from dsec_layers.errors import Conflict, CorruptError, HostError, NoSpace, StoreError, UsageError
 from dsec_layers.fuse.nbd import Export, Limits, LocalDisk, LocalFile, Server
 from dsec_layers.fuse.nbd import protocol as nbd
 from tests.nbd_client import SECONDS, Client, export_query
@@ -327,6 +327,39 @@ def test_failures_become_errors_and_the_connection_goes_on(start: Start, structu
         if structured:
             assert client.call(nbd.NBD_CMD_BLOCK_STATUS, 0, 512).error == nbd.NBD_EIO
         assert client.read(2048, 512) == bytes(512)
+
+
+@pytest.mark.parametrize("length", [4096, 1 << 20])
+def test_d1_a_transient_error_never_turns_into_zeros(start: Start, tmp_path: Path, length: int) -> None:
+    """The public case D1: the store fails three times for a range that a sparse file already has room for."""
+    path = tmp_path / "absent"
+    with open(path, "wb") as stream:
+        stream.truncate(SIZE)
+
+    class Flaky(BytesSource):
+        failures = 3
+        present = False
+
+        def sendable(self, offset: int, length: int) -> list[tuple[int, int, int]] | None:
+            return [(descriptor, offset, length)] if self.present else None
+
+        def pread(self, offset: int, length: int) -> bytes:
+            if self.failures:
+                self.failures -= 1
+                raise StoreError("timed out")
+            os.pwrite(descriptor, pattern(SIZE), 0)
+            self.present = True
+            return super().pread(offset, length)
+
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        with connect(start(Flaky(pattern(SIZE)), quiet=False)) as client:
+            for _ in range(3):
+                assert client.call(nbd.NBD_CMD_READ, 0, length).error == nbd.NBD_EIO
+            for _ in range(2):  # the first is fetched, the second leaves the file by itself
+                assert client.read(0, length) == pattern(SIZE)[:length]
+    finally:
+        os.close(descriptor)
 
 
 class Descriptor:
