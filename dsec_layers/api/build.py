@@ -12,8 +12,9 @@ from dsec_layers.builders.pack import PackResult, pack_layer
 from dsec_layers.builders.sources.detect import detect
 from dsec_layers.builders.sources.names import Overrides
 from dsec_layers.digest import Digest
-from dsec_layers.errors import Conflict, NotFound, UsageError
+from dsec_layers.errors import Conflict, DsecError, NotFound, UsageError
 from dsec_layers.layers.descriptor import Kind
+from dsec_layers.registry.objects import hold, load_layer, load_object
 from dsec_layers.store.base import Store, check_ref
 
 __all__ = ["Built", "build", "import_source"]
@@ -112,9 +113,6 @@ def current(store: Store, name: str) -> Digest | None:
 
 def layer_before(store: Store, before: Digest | None) -> Digest | None:
     """``before`` if it names a layer that can be read: its chunks are looked up first."""
-    from dsec_layers.errors import DsecError
-    from dsec_layers.registry.objects import load_layer
-
     if before is None:
         return None
     try:
@@ -128,6 +126,8 @@ def swap_ref(store: Store, name: str, digest: Digest, before: Digest | None) -> 
     """Point ``name`` at ``digest`` if it still is what it was when the work began. Conflict if another build of the same name was faster."""
     if before == digest:
         return
+    hold(store, load_object(store, digest))  # touched, so that a collector running beside leaves it alone until the ref stands
+    store.touch(digest)
     try:
         store.set_ref(name, digest, expected=before)
     except Conflict as error:

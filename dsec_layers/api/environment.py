@@ -61,8 +61,7 @@ def gc(session: Session, *, grace: float | None = None, dry_run: bool = False, f
     chosen = GRACE if grace is None else grace
     swept = sweep(session.store, grace=chosen, dry_run=dry_run, force=force, progress=session.progress)
     if not dry_run:
-        for info in swept.deleted:
-            session.catalog.forget_blob(info.digest)
+        session.catalog.forget_blobs(info.digest for info in swept.deleted)
     return swept
 
 
@@ -110,4 +109,4 @@ def _member(store: Store, kind: Kind, text: str) -> tuple[Kind, Descriptor]:
     allowed = {Kind.WORKSPACE: (Kind.WORKSPACE, Kind.DIFF)}.get(kind, (kind,))
     if found.kind not in allowed:
         raise UsageError(f"{text} is a {found.kind} layer, not a {kind}", hint=f"give it as --{found.kind}, or name a {kind} layer")
-    return kind, Descriptor(MANIFEST, digest, len(found.to_json()))
+    return kind, Descriptor(MANIFEST, digest, store.stat(digest).size)

@@ -43,7 +43,7 @@ class Session:
 
         directory = self.cache / "catalog"
         directory.mkdir(parents=True, exist_ok=True)
-        return Catalog(directory / f"{sha256_digest(self.store.url.encode())[7:23]}.sqlite")
+        return Catalog(directory / f"{sha256_digest(self.store.url.encode())[7:23]}.sqlite", store=self.store, progress=self.progress)
 
     @cached_property
     def host(self) -> Host:
