@@ -12,7 +12,7 @@ from typing import Final
 
 from blake3 import blake3
 
-from dsec_layers.builders.layertree import Lookup, cut_to_prefix, directory_like, drop_marks, exclude, leading, rooted
+from dsec_layers.builders.layertree import Lookup, cut_to_prefix, directory_like, drop_marks, drop_origins, exclude, leading, rooted
 from dsec_layers.builders.merge_overlay import overlay_xattr, stack_uppers
 from dsec_layers.builders.recipe import Copy
 from dsec_layers.builders.scrub import Removed, Rule, scrub_tree
@@ -102,14 +102,14 @@ def ingest_layers(
         scans = [directory.scan() for directory in directories]
         written = [scan.tree for scan in scans[1 if ground else 0 :]]
         tree = stack_uppers(written)
+        drop_origins(tree)
         removed = scrub_tree(tree, finish.rules, keep=finish.keep, below=below)
-        if ground:
-            tree = stack_uppers([scans[0].tree, tree]) if written else scans[0].tree
-        if finish.flatten:
-            drop_marks(tree)
+        tree = stack_uppers([*([scans[0].tree] if ground else []), *([tree] if written else [])])
         if finish.excludes:
             exclude(tree, Excludes(finish.excludes))
         report(removed, cut_to_prefix(tree, finish.prefix) if finish.prefix else [])
+        if finish.flatten:
+            drop_marks(tree)
         alive = {inode for _, inode in tree.walk()}
         due = [(directory, file) for directory, scan in zip(directories, scans, strict=True) for file in scan.files if file.inode in alive]
         with progress.task("layer", total=sum(file.inode.size for _, file in due)) as task:

@@ -8,11 +8,22 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TypeAlias
 
-from dsec_layers.builders.merge_overlay import OPAQUE_XATTR, is_opaque, is_whiteout
+from dsec_layers.builders.merge_overlay import OPAQUE_XATTR, ORIGIN_XATTR, is_opaque, is_whiteout
 from dsec_layers.builders.sources.excludes import Excludes
 from dsec_layers.erofs.tree import Inode, Tree, show_path
 
-__all__ = ["Lookup", "Underneath", "cut_to_prefix", "drop_marks", "exclude", "leading", "rooted"]
+__all__ = [
+    "Lookup",
+    "Underneath",
+    "cut_to_prefix",
+    "directory_like",
+    "drop_marks",
+    "drop_origins",
+    "exclude",
+    "leading",
+    "rooted",
+    "without_marks",
+]
 
 Lookup: TypeAlias = Callable[[bytes], "Inode | None"]
 
@@ -64,8 +75,20 @@ def directory_like(model: Inode | None) -> Inode:
     if model is None or not model.is_dir:
         return Inode(stat.S_IFDIR | 0o755)
     made = Inode(model.mode, model.uid, model.gid, model.mtime, model.mtime_ns)
-    made.xattrs = tuple(pair for pair in model.xattrs if pair[0] != OPAQUE_XATTR)
+    made.xattrs = without_marks(model)
     return made
+
+
+def without_marks(inode: Inode) -> tuple[tuple[bytes, bytes], ...]:
+    """The attributes of an inode without those that tell overlayfs what is below."""
+    return tuple(pair for pair in inode.xattrs if pair[0] not in (OPAQUE_XATTR, ORIGIN_XATTR))
+
+
+def drop_origins(tree: Tree) -> None:
+    """Remove the marks of directories with whiteouts, in place: ``stack_uppers`` sets them again where they are still due."""
+    for _, inode in tree.walk():
+        if inode.is_dir:
+            inode.xattrs = tuple(pair for pair in inode.xattrs if pair[0] != ORIGIN_XATTR)
 
 
 def rooted(tree: Tree, place: str, below: Lookup) -> Tree:
@@ -87,7 +110,7 @@ def drop_marks(tree: Tree) -> None:
     while stack:
         directory = stack.pop()
         assert directory.children is not None
-        directory.xattrs = tuple(pair for pair in directory.xattrs if pair[0] != OPAQUE_XATTR)
+        directory.xattrs = without_marks(directory)
         for name in [name for name, inode in directory.children.items() if is_whiteout(inode)]:
             del directory.children[name]
         stack += [inode for inode in directory.children.values() if inode.is_dir]

@@ -113,6 +113,6 @@ def _tidy(root: Inode) -> None:
         if inside:
             for name in whiteouts:
                 del directory.children[name]
-        elif whiteouts:
+        elif whiteouts and (ORIGIN_XATTR, b"") not in directory.xattrs:
             directory.xattrs = tuple(sorted((*directory.xattrs, (ORIGIN_XATTR, b""))))
         stack += [(inode, inside) for inode in directory.children.values() if inode.is_dir]
