@@ -20,7 +20,8 @@ _WINDOW: Final = 1 << 27
 """Largest zstd window accepted, the default of ``zstd -d`` (--long=27)."""
 
 _XZ_MEMORY: Final = 1 << 29
-_FEED: Final = 1 << 16  # compressed bytes handed to a decoder at once
+_PEEK: Final = 1 << 16
+_FEED: Final = BLOCK  # compressed bytes handed to a decoder at once: the fewer calls, the less a busy main thread holds this one up
 
 _MAGIC = {b"\x1f\x8b\x08": "gzip", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2"}
 _ISAL: Final = cast("type[Exception]", igzip_lib.error)  # its stubs call it an instance
@@ -73,8 +74,8 @@ def beginning(first: bytes, kind: str) -> bytes:
     """What the first bytes of a stream of ``kind`` expand to, as far as 64 KiB; empty if they are damaged. ``first`` itself if it is not compressed."""
     try:
         if kind == "zstd":
-            return zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_reader(first).read(_FEED)
-        return _DECODERS[kind]().decompress(first, _FEED) if kind else first[:_FEED]
+            return zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_reader(first).read(_PEEK)
+        return _DECODERS[kind]().decompress(first, _PEEK) if kind else first[:_PEEK]
     except _ERRORS:
         return b""
 
