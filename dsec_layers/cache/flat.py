@@ -8,7 +8,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Final, Protocol, Self
+from typing import Final, Protocol, Self, SupportsIndex
 
 from dsec_layers.cache.metadata import LayerFiles
 from dsec_layers.cache.piece import Piece
@@ -40,8 +40,8 @@ class FlatImage:
         self._files = files
         self._cache = cache
         try:
-            self._image_fd = os.open(files.image, os.O_RDONLY | os.O_CLOEXEC)
-            image = os.fstat(self._image_fd).st_size
+            self._image = _Descriptor(os.open(files.image, os.O_RDONLY | os.O_CLOEXEC))
+            image = os.fstat(self._image.fd).st_size
         except OSError as error:
             raise map_os_error(error, str(files.image)) from error
         self._starts = [0, *itertools.accumulate(files.sizes, initial=image)]
@@ -54,29 +54,24 @@ class FlatImage:
         parts = [self._read(part, at, count) for part, at, count in self._parts(offset, length)]
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def sendable(self, offset: int, length: int) -> list[tuple[int, int, int]]:
-        """(descriptor, offset in it, bytes) of the present parts from the front of a range, for sendfile(2); stops at the first absent one.
+    def sendable(self, offset: int, length: int) -> list[tuple[SupportsIndex, int, int]] | None:
+        """(descriptor, offset in it, bytes) of the parts that are the range, for sendfile(2); None if one of them is absent. Never fetches.
 
-        The caller closes each descriptor.
+        A descriptor is an object that has its number as ``__index__`` and stays open as long as it is held, even after ``close``.
         """
-        found = []
+        found: list[tuple[SupportsIndex, int, int]] = []
         for part, at, count in self._parts(offset, length):
-            if part == 0:
-                fd: int | None = os.dup(self._image_fd)
-            else:
-                fd = self._cache.open_present(self._files.piece(part - 1))
-            if fd is None:
-                break
-            found.append((fd, at, count))
+            descriptor = self._image if part == 0 else self._present(part - 1)
+            if descriptor is None:
+                return None
+            found.append((descriptor, at, count))
         return found
 
     def close(self) -> None:
-        """Close all descriptors."""
+        """Let go of all descriptors; the image is not to be read any more."""
         with self._lock:
-            for descriptor in self._open.values():
-                descriptor.drop()
             self._open.clear()
-        os.close(self._image_fd)
+        del self._image
 
     def __enter__(self) -> Self:
         return self
@@ -99,52 +94,48 @@ class FlatImage:
             part += 1
 
     def _read(self, part: int, at: int, count: int) -> bytes:
-        descriptor = None
         try:
-            if part == 0:
-                return pread_exact(self._image_fd, count, at)
-            descriptor = self._segment(part - 1)
+            descriptor = self._image if part == 0 else self._segment(part - 1)
             return pread_exact(descriptor.fd, count, at)
         except EOFError as error:
             raise CorruptError(f"{self._files.digest}: {error}") from error
         except OSError as error:
             raise map_os_error(error, f"cached part of {self._files.digest}") from error
-        finally:
-            if descriptor is not None:
-                descriptor.drop()
 
     def _segment(self, number: int) -> _Descriptor:
+        return self._known(number) or self._keep(number, self._cache.open(self._files.piece(number)))
+
+    def _present(self, number: int) -> _Descriptor | None:
+        known = self._known(number)
+        if known is not None:
+            return known
+        fd = self._cache.open_present(self._files.piece(number))
+        return self._keep(number, fd) if fd is not None else None
+
+    def _known(self, number: int) -> _Descriptor | None:
         with self._lock:
             descriptor = self._open.get(number)
             if descriptor is not None:
                 self._open.move_to_end(number)
-                return descriptor.take()
-        opened = _Descriptor(self._cache.open(self._files.piece(number)))
+            return descriptor
+
+    def _keep(self, number: int, fd: int) -> _Descriptor:
+        descriptor = _Descriptor(fd)
         with self._lock:
-            self._open[number], before = opened.take(), self._open.get(number)
-            if before is not None:
-                before.drop()
+            self._open[number] = descriptor
             if len(self._open) > _OPEN_SEGMENTS:
-                self._open.popitem(last=False)[1].drop()
-        return opened
+                self._open.popitem(last=False)
+        return descriptor
 
 
 class _Descriptor:
-    """A descriptor that is closed when its last user lets go."""
+    """A descriptor that is closed when nobody holds it any more, so that it cannot be closed, and its number given away, under a reader."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._users = 1
-        self._lock = threading.Lock()
 
-    def take(self) -> Self:
-        with self._lock:
-            self._users += 1
-        return self
+    def __index__(self) -> int:
+        return self.fd
 
-    def drop(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users:
-                return
+    def __del__(self) -> None:
         os.close(self.fd)

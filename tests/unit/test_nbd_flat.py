@@ -1,0 +1,77 @@
+"""The flat image behind the NBD server: present segments leave their files by themselves, absent ones are fetched, no descriptor stays behind."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dsec_layers.cache.flat import FlatImage
+from dsec_layers.fuse.nbd import Export, Server
+from tests.nbd_client import Client
+
+SEGMENTS = 100
+SIZES = [random.Random(number).randint(1, 8) * 4096 for number in range(SEGMENTS)]
+
+
+class Cache:
+    """Segments in a directory; an absent one is made when it is opened."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.fetched: list[int] = []
+
+    def content(self, number: int) -> bytes:
+        """What segment ``number`` holds."""
+        return random.Random(-number - 1).randbytes(SIZES[number])
+
+    def open(self, piece: Any) -> int:
+        """See PieceOpener."""
+        fd = self.open_present(piece)
+        if fd is None:
+            self.fetched.append(piece)
+            (self.folder / str(piece)).write_bytes(self.content(piece))
+            fd = os.open(self.folder / str(piece), os.O_RDONLY)
+        return fd
+
+    def open_present(self, piece: Any) -> int | None:
+        """See PieceOpener."""
+        try:
+            return os.open(self.folder / str(piece), os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("structured", [True, False])
+def test_a_flat_image_is_served(tmp_path: Path, structured: bool) -> None:
+    cache = Cache(tmp_path)
+    metadata = random.Random(0).randbytes(50_000 // 4096 * 4096)
+    (tmp_path / "image").write_bytes(metadata)
+    files: Any = SimpleNamespace(image=tmp_path / "image", sizes=SIZES, digest="sha256:0", piece=lambda number: number)
+    whole = metadata + b"".join(cache.content(number) for number in range(SEGMENTS))
+    before = descriptors()
+    with FlatImage(files, cache) as image, Server([Export(image)], unix=tmp_path / "s") as server, Client(server.address) as client:
+        client.greet()
+        client.go(structured=structured)
+        assert client.size == len(whole)
+        rng = random.Random(1)
+        for _ in range(200):
+            offset = rng.randrange(len(whole))
+            length = min(rng.choice([1, 4096, 4096, 20_000, 200_000]), len(whole) - offset)
+            assert client.read(offset, length) == whole[offset : offset + length]
+        assert client.read(0, len(whole)) == whole
+        assert sorted(cache.fetched) == sorted(set(cache.fetched))
+        for number in cache.fetched:
+            (tmp_path / str(number)).unlink()  # evicted: what is open can be read, the rest is fetched again
+        for _ in range(50):
+            offset = rng.randrange(len(whole) - 100_000)
+            assert client.read(offset, 100_000) == whole[offset : offset + 100_000]
+    assert descriptors() == before
