@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,18 +78,14 @@ def sweep(state: Path, clean: Callable[[str], None]) -> list[str]:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a tree that a sandbox may have shaped: nested thousands deep, full of odd names. It never leaves the file system.
-
-    rm(1) walks by descriptors, follows nothing and needs no recursion; shutil.rmtree recurses and gives up at depth 1000.
-    """
+    """Remove a tree that a sandbox may have shaped, nested thousands deep and full of odd names, following no link; one that is not there is no error."""
     try:
-        path.rmdir()
-        return
+        shutil.rmtree(path)
     except FileNotFoundError:
         return
-    except OSError:
-        pass
-    proc.run(["rm", "-rf", "--one-file-system", "--", path])
+    except (RecursionError, OSError):
+        # rmtree recurses, and gives up at the interpreter's limit; rm(1) does not.
+        proc.run(["rm", "-rf", "--one-file-system", "--", path])
 
 
 def _top(state: Path) -> Path:
