@@ -15,13 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsec_layers import Session, build, cache_clear, cache_show, env_create, export, inspect, run
+from dsec_layers.api.mounts import run_spec
 from dsec_layers.cli.console import Console, human_bytes
 from dsec_layers.proc import run as run_program
+from dsec_layers.sandbox import run as run_sandbox
 
 EXAMPLES = Path(__file__).resolve().parent
-BASE, WORKSPACE, TOOLKIT, ENVIRONMENT = "quickstart/debian:1", "quickstart/project:1", "quickstart/tools:1", "quickstart/env:1"
-TESTS = ["/bin/sh", "-c", "cd /workspace/project && python3 -m pytest -q -p no:cacheprovider"]
-FIRST = ["/bin/true"]
+ENVIRONMENT = "quickstart:1"
+LAYERS = (
+    ("Base: a Debian root by mmdebstrap", "base-debian.toml"),
+    ("Workspace: a Python project from PyPI with its dependencies and test suite", "workspace-python.toml"),
+    ("Toolkit: a linter and a type checker", "toolkit-quality.toml"),
+    ("Toolkit: tools that find things", "toolkit-search.toml"),
+)
+FIRST = ("/bin/true",)
+TESTS = ("pytest", "-q", "-p", "no:cacheprovider")
 
 
 @dataclass
@@ -53,9 +61,6 @@ def lazily(session: Session) -> Measured:
 
 def eagerly(session: Session, work: Path) -> Measured:
     """Fetch every blob, unpack the merged tree, run on it: what a host without on-demand loading does."""
-    from dsec_layers.sandbox import RunSpec
-    from dsec_layers.sandbox import run as run_sandbox
-
     archive, tree = work / "eager.tar", work / "eager"
     archive.unlink(missing_ok=True)
     shutil.rmtree(tree, ignore_errors=True)
@@ -64,9 +69,9 @@ def eagerly(session: Session, work: Path) -> Measured:
     began = time.monotonic()
     export(session, ENVIRONMENT, archive)
     run_program(["tar", "--extract", "--file", archive, "--directory", tree, "--xattrs", "--xattrs-include=*", "--numeric-owner"])
-    run_sandbox(RunSpec(argv=FIRST), [tree], state=work / "eager-state")
+    run_sandbox(run_spec(session, ENVIRONMENT, FIRST), [tree], state=work / "eager-state")
     first = time.monotonic() - began
-    code = run_sandbox(RunSpec(argv=TESTS), [tree], state=work / "eager-state")
+    code = run_sandbox(run_spec(session, ENVIRONMENT, TESTS), [tree], state=work / "eager-state")
     whole = time.monotonic() - began
     archive.unlink()
     shutil.rmtree(tree)
@@ -112,16 +117,14 @@ def main() -> int:
     work.mkdir(parents=True, exist_ok=True)
     console = Console()
     with Session(work / "store", work / "cache", progress=console) as session:
-        for title, name, file in (
-            ("Base: a Debian root by mmdebstrap", BASE, "base-debian.toml"),
-            ("Workspace: a Python project with its dependencies and tests", WORKSPACE, "workspace-python.toml"),
-            ("Toolkit: a few tools on their own prefix", TOOLKIT, "toolkit-tools.toml"),
-        ):
+        names = []
+        for title, file in LAYERS:
             step(title)
-            made = build(session, EXAMPLES / file, name=name)
+            made = build(session, EXAMPLES / file)
             console.info(f"{made.name} {made.digest}")
+            names.append(made.name)
         step("Environment")
-        env_create(session, ENVIRONMENT, base=BASE, workspace=WORKSPACE, toolkits=[TOOLKIT])
+        env_create(session, ENVIRONMENT, base=names[0], workspace=names[1], toolkits=names[2:])
         step("Lazy: empty cache, mount, run the project's tests")
         lazy = lazily(session)
         step("Eager: fetch everything, unpack, run the same")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dsec_layers.api.session import Session
 from dsec_layers.digest import Digest
@@ -15,7 +16,7 @@ from dsec_layers.sandbox import Bind, Network, RunSpec
 from dsec_layers.sandbox import run as run_sandbox
 from dsec_layers.sandbox.variables import merge_variables
 
-__all__ = ["Ran", "cache_clear", "cache_show", "mount", "ps", "run", "stop", "umount"]
+__all__ = ["Ran", "cache_clear", "cache_show", "mount", "ps", "run", "run_spec", "stop", "umount"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,17 @@ def ps(session: Session) -> list[Mounted]:
     return rows
 
 
+def run_spec(session: Session, text: str, argv: Sequence[str], **settings: Any) -> RunSpec:
+    """What ``run`` would run: environment variables and working directory of the layers' configs, bottom to top, then ``settings`` (fields of RunSpec)."""
+    configs = [load_config(session.store, load_layer(session.store, member)) for member in _members(session, text)]
+    settings["env"] = merge_variables(config.env or {} for config in configs) | dict(settings.get("env") or {})
+    if not settings.get("workdir"):
+        settings["workdir"] = next((config.workdir for config in reversed(configs) if config.workdir), "/")
+    if not settings.get("hostname"):
+        settings.pop("hostname", None)
+    return RunSpec(argv=tuple(argv), **settings)
+
+
 def run(
     session: Session,
     text: str,
@@ -70,23 +82,12 @@ def run(
     Environment variables and working directory come from the layers' configs, bottom to top, and then from the arguments. ``memory`` in bytes.
     ``environ``: the host's environment, of which a sandbox on the host's network sees proxy and CA settings.
     """
-    members = _members(session, text)
-    configs = [load_config(session.store, load_layer(session.store, member)) for member in members]
-    spec = RunSpec(
-        argv=tuple(argv),
-        env=merge_variables(config.env or {} for config in configs) | dict(env or {}),
-        workdir=workdir or next((config.workdir for config in reversed(configs) if config.workdir), "/"),
-        user=user,
-        network=Network(network),
-        memory=memory,
-        cpus=cpus,
-        pids=pids,
-        interactive=interactive,
-        tty=tty,
-        binds=tuple(binds),
-        hostname=hostname or "sandbox",
-    )
-    with session.host.attach(session.store, members, driver=session.driver) as lease:
+    spec = run_spec(
+        session, text, argv,
+        env=env, workdir=workdir, user=user, hostname=hostname, network=Network(network), memory=memory, cpus=cpus, pids=pids,
+        interactive=interactive, tty=tty, binds=tuple(binds),
+    )  # fmt: skip
+    with session.host.attach(session.store, _members(session, text), driver=session.driver) as lease:
         _warn(session)
         lower = tuple(reversed(lease.paths))
         return Ran(text, run_sandbox(spec, lower, state=session.cache / "sandboxes", environ=environ, progress=session.progress))

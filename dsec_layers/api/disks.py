@@ -1,0 +1,258 @@
+"""Verbs on disks: ``disk create``, ``attach``, ``detach``, ``snapshot``, ``commit``, ``branch``, and ``nbd serve``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+from uuid import UUID, uuid4
+
+from dsec_layers import __version__
+from dsec_layers.api.session import Session
+from dsec_layers.cache.flat import PieceOpener
+from dsec_layers.digest import Digest
+from dsec_layers.disks.attach import SOCKET, serve_disk
+from dsec_layers.disks.files import GenerationReader, check_size, create_files
+from dsec_layers.disks.local import LocalDisk
+from dsec_layers.disks.opener import open_pieces
+from dsec_layers.disks.owner import owner_of, served
+from dsec_layers.disks.state import DiskState, Parent, read_state
+from dsec_layers.disks.stored import StoredDisk, publish_disk, publish_layer
+from dsec_layers.errors import Conflict, NotFound, UsageError
+from dsec_layers.layers.disk import DiskConfig, DiskImage, DiskLayer
+from dsec_layers.overlaybd import Algorithm, LsmtLayer, Packing, ZFileOptions, merge
+from dsec_layers.registry.copy import copy_object
+from dsec_layers.registry.objects import load_disk, load_disk_config, resolve_any, set_tag
+from dsec_layers.store.base import Store, check_ref
+from dsec_layers.store.open import open_store
+
+__all__ = ["FORMATS", "Attached", "Branched", "DiskInfo", "Sealed", "Snapshot", "attach", "branch", "commit", "create", "detach", "info", "snapshot"]
+
+FORMATS: Final = ("zfile", "zfile-zstd", "lsmt")
+"""How a commit packs its layer: LZ4 blocks of 4 KiB, Zstandard blocks of 16 KiB, or plain."""
+
+_PACKINGS: Final = {
+    "zfile": ZFileOptions(),
+    "zfile-zstd": ZFileOptions(Algorithm.ZSTD, 16384),
+    "lsmt": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DiskInfo:
+    """A writable disk: its size in bytes, the sealed disk below, frozen local generations, and the NBD URI where it is served (empty: nowhere)."""
+
+    path: str
+    virtual_size: int
+    parent: Digest | None
+    store: str
+    generations: int
+    local_bytes: int
+    uri: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A disk that is served."""
+
+    path: str
+    uri: str
+    recovered: str
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What ``snapshot`` froze: generations that are local still, from bottom to top."""
+
+    path: str
+    frozen: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A disk in the store: its name, manifest, layers, size in bytes, and bytes that this commit added."""
+
+    name: str
+    digest: Digest
+    layers: int
+    virtual_size: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Branched:
+    """New writable disks on one sealed disk."""
+
+    ref: str
+    digest: Digest
+    paths: tuple[str, ...]
+
+
+def create(session: Session, path: str | Path, *, size: int | None = None, parent: str | None = None) -> DiskInfo:
+    """Make a writable disk in the new directory ``path``: empty, or on the sealed disk ``parent``, whose size it then has unless ``size`` is larger."""
+    below, least = None, 0
+    if parent is not None:
+        digest, _ = find_disk(session.store, parent)
+        below, least = Parent(session.store.url, digest), load_disk_config(session.store, digest).virtual_size
+    wanted = size or least
+    if not wanted:
+        raise UsageError("how large?", hint="give --size")
+    if wanted < least:
+        raise UsageError(f"{parent} has {least} bytes, a disk on it cannot have {wanted}")
+    check_size(wanted)
+    create_files(Path(path), wanted, below)
+    return info(path)
+
+
+def branch(session: Session, text: str, paths: Sequence[str | Path]) -> Branched:
+    """Make writable disks on one sealed disk, one in each new directory. They share what is below and record only what changes."""
+    digest, _ = find_disk(session.store, text)
+    size = load_disk_config(session.store, digest).virtual_size
+    for path in paths:
+        create_files(Path(path), size, Parent(session.store.url, digest))
+    return Branched(text, digest, tuple(str(path) for path in paths))
+
+
+def info(path: str | Path) -> DiskInfo:
+    """What a writable disk is, and whether somebody serves it."""
+    path = Path(path)
+    state = read_state(path)
+    server = served(path)
+    uri = ""
+    if server is not None:
+        try:
+            uri = str(server.status()["uri"])
+        finally:
+            server.close()
+    used = sum(item.stat().st_blocks * 512 for item in path.iterdir() if item.suffix in (".data", ".index"))
+    parent = state.parent
+    return DiskInfo(
+        str(path), state.virtual_size, parent.digest if parent else None, parent.store if parent else "", len(state.frozen), used, uri
+    )
+
+
+def attach(
+    session: Session,
+    path: str | Path,
+    *,
+    unix: Path | None = None,
+    port: int | None = None,
+    read_only: bool = False,
+    ready: Callable[[Attached], None] = lambda attached: None,
+) -> None:
+    """Serve a writable disk over NBD until SIGTERM, SIGINT or ``detach``; for a program's main thread. ``ready`` is told where, once clients can connect.
+
+    Listens on ``unix`` (default: ``nbd.sock`` in the disk's directory), or on the loopback's ``port``.
+    """
+    path = Path(path).absolute()
+    with opened(session, path) as disk:
+        if disk.recovered:
+            session.progress.warning(f"{path}: {disk.recovered}: cut off; nothing that was flushed is lost")
+        chosen = unix if unix or port is not None else path / SOCKET
+        serve_disk(
+            disk, unix=chosen, port=port, read_only=read_only, progress=session.progress,
+            ready=lambda uri: ready(Attached(str(path), uri, disk.recovered)),
+        )  # fmt: skip
+
+
+def detach(path: str | Path) -> DiskInfo:
+    """End the server of a disk; everything that was written is durable then. NotFound if nobody serves it."""
+    path = Path(path)
+    read_state(path)
+    server = served(path)
+    if server is None:
+        raise NotFound(f"nobody serves {path}")
+    try:
+        server.stop()
+    finally:
+        server.close()
+    return info(path)
+
+
+def snapshot(path: str | Path) -> Snapshot:
+    """Freeze what was written to a disk so far, attached or not; it goes on in a new generation. Consistent as after a power loss at this moment."""
+    with owner_of(Path(path)) as owner:
+        state = owner.snapshot()
+    return Snapshot(str(path), state.frozen)
+
+
+def commit(session: Session, path: str | Path, name: str, *, format: str = "zfile", fs_type: str = "") -> Sealed:
+    """Freeze a disk, attached or not, publish it as ``name``, and let it go on on top of that.
+
+    What was written since the last commit becomes one layer. UsageError for an unknown format.
+    """
+    name = check_ref(name)
+    if format not in FORMATS:
+        raise UsageError(f"unknown layer format {format!r}", hint=f"one of {', '.join(FORMATS)}")
+    path = Path(path)
+    with owner_of(path) as owner:
+        state = owner.snapshot()
+        layers = _layers_below(session, state.parent)
+        added = 0
+        if state.frozen or not layers:
+            layer = _seal(session, path, state, layers, format, fs_type)
+            layers, added = (*layers, layer), layer.blob.size + layer.pieces.size
+        config = DiskConfig(state.virtual_size, name, {"format": format}, f"dsec-layers {__version__}")
+        digest = publish_disk(session.store, layers, config)
+        set_tag(session.store, name, digest)
+        owner.rebase(state.parent, Parent(session.store.url, digest), state.frozen)
+    return Sealed(name, digest, len(layers), state.virtual_size, added)
+
+
+def find_disk(store: Store, text: str) -> tuple[Digest, DiskImage]:
+    """The sealed disk that ``text`` names. UsageError if it names something else."""
+    digest, found = resolve_any(store, text)
+    if not isinstance(found, DiskImage):
+        raise UsageError(f"{text} is no disk", hint="dsec-layers ls shows what is; disk create --from makes a disk of it")
+    return digest, found
+
+
+@contextmanager
+def pieces(session: Session) -> Iterator[PieceOpener]:
+    """Where this session's disks get their pieces."""
+    with open_pieces(session.cache, session.progress) as opener:
+        yield opener
+
+
+@contextmanager
+def opened(session: Session, path: Path) -> Iterator[LocalDisk]:
+    """A writable disk, open."""
+    parent = read_state(path).parent
+    if parent is None:
+        with LocalDisk(path, _no_parent) as disk:
+            yield disk
+        return
+    with pieces(session) as opener, LocalDisk(path, lambda parent: _open_parent(session, parent, opener)) as disk:
+        yield disk
+
+
+def _no_parent(parent: Parent) -> StoredDisk:
+    raise Conflict("the disk was committed just now", hint="try again")
+
+
+def _open_parent(session: Session, parent: Parent, opener: PieceOpener) -> StoredDisk:
+    store = _store_of(session, parent)
+    return StoredDisk(store, load_disk(store, parent.digest), opener)
+
+
+def _store_of(session: Session, parent: Parent) -> Store:
+    return session.store if parent.store == session.store.url else open_store(parent.store, create=False)
+
+
+def _layers_below(session: Session, parent: Parent | None) -> tuple[DiskLayer, ...]:
+    """The layers of the sealed disk below, in this session's store."""
+    if parent is None:
+        return ()
+    if parent.store != session.store.url:
+        copy_object(_store_of(session, parent), session.store, parent.digest, progress=session.progress)
+    return load_disk(session.store, parent.digest).layers
+
+
+def _seal(session: Session, path: Path, state: DiskState, below: Sequence[DiskLayer], format: str, fs_type: str) -> DiskLayer:
+    """One layer of a disk's frozen generations."""
+    packing = Packing(str(uuid4()).upper(), _uuid_of(below), zfile=_PACKINGS[format], tar=True)
+    with GenerationReader(path, state.frozen) as reader:
+        layers = _sized(reader.layers, state.virtual_size)
+        return publish_layer(session.store, merge(layers, packing), spool=path, fs_type=fs_type, progress=session.progress)
