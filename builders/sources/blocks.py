@@ -98,7 +98,7 @@ class PipeBlocks:
 
 
 class StreamBlocks:
-    """Any binary stream, the caller's to close."""
+    """Any binary stream, the caller's to close. A read that waits cannot be ended from outside, unlike one of PipeBlocks."""
 
     def __init__(self, stream: BinaryIO, what: str) -> None:
         self._stream, self._what = stream, what

@@ -34,7 +34,9 @@ MAX_EXTENSION: Final = 1 << 20
 
 _REGULAR: Final = stat.S_IFREG
 _DIRECTORY: Final = stat.S_IFDIR
-_NODES: Final = {b"3": stat.S_IFCHR, b"4": stat.S_IFBLK, b"6": stat.S_IFIFO}
+_FORMS: Final = {
+    b"0": stat.S_IFREG, b"2": stat.S_IFLNK, b"3": stat.S_IFCHR, b"4": stat.S_IFBLK, b"5": stat.S_IFDIR, b"6": stat.S_IFIFO, b"D": stat.S_IFDIR,
+}  # fmt: skip
 _EXTENSIONS: Final = frozenset((b"x", b"X", b"g", b"L", b"K"))
 _Fields: TypeAlias = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes]
 
@@ -90,8 +92,9 @@ class TarReader:
                     continue
                 member = self._simple(buffer, at, fields) or self._member(buffer, at, fields)
             except (InputError, LimitError) as error:
-                error.message = f"{self._what}, before byte {window.offset}: {error.message}"
-                error.args = (error.message,)
+                if not error.message.startswith(self._what):
+                    error.message = f"{self._what}, before byte {window.offset}: {error.message}"
+                    error.args = (error.message,)
                 raise
             if member is not None:
                 yield member
@@ -188,8 +191,9 @@ class TarReader:
             return
         records = h.parse_records(data)
         if kind != b"g":
+            again = bool(self._local)
             self._local += records
-            if sum(len(key) + len(value) for key, value in self._local) > MAX_EXTENSION:
+            if again and sum(len(key) + len(value) for key, value in self._local) > MAX_EXTENSION:
                 raise InputError(f"extended headers of one entry are over the limit of {MAX_EXTENSION} bytes")
             return
         for keyword, value in records:
@@ -234,7 +238,7 @@ class TarReader:
         """Any member, extended headers applied. None for entries that are no part of the tree (volume labels)."""
         local, self._local = self._local, []
         long, self._long = self._long, {}
-        records = self._globals | dict(local)
+        records = {**self._globals, **dict(local)}
         sparse_name = records.get(b"GNU.sparse.name", b"")
         kind = fields[7]
         prefix = h.long_prefix(buffer, at) if kind not in (b"S", b"D") else b""
@@ -256,7 +260,8 @@ class TarReader:
         inode = self._inode(kind, fields, records)
         if kind == b"0":
             self._stored, self._left, inode.size = size, size + (-size % RECORD), size
-            self._read_sparse(buffer, at, fields[7], local, inode)
+            if fields[7] == b"S" or b".sparse." in b" ".join(records) or b"SCHILY.realsize" in records:
+                self._read_sparse(buffer, at, fields[7], local, inode)
         elif kind == b"D":
             self._left = size + (-size % RECORD)
         elif kind == b"2":
@@ -288,14 +293,12 @@ class TarReader:
         raise InputError(f"{shown(name)} has the unknown entry type {kind!r}")
 
     def _inode(self, kind: bytes, fields: _Fields, records: dict[bytes, bytes]) -> Inode:
-        form = {b"0": _REGULAR, b"2": stat.S_IFLNK, b"5": _DIRECTORY, b"D": _DIRECTORY}.get(kind) or _NODES[kind]
-        uid, gid = (
-            h.identity(h.decimal(records[key])) if records.get(key) else h.id_field(field)
-            for key, field in ((b"uid", fields[2]), (b"gid", fields[3]))
-        )
-        inode = Inode(form | h.number(fields[1]) & 0o7777, uid, gid)
+        uid = h.identity(h.decimal(records[b"uid"])) if records.get(b"uid") else h.id_field(fields[2])
+        gid = h.identity(h.decimal(records[b"gid"])) if records.get(b"gid") else h.id_field(fields[3])
+        inode = Inode(_FORMS[kind] | h.number(fields[1]) & 0o7777, uid, gid)
         inode.mtime, inode.mtime_ns = h.mtime(records[b"mtime"]) if records.get(b"mtime") else (h.time_field(fields[5]), 0)
-        inode.xattrs = self._xattrs(records)
+        if records and b"." in b" ".join(records):
+            inode.xattrs = self._xattrs(records)
         return inode
 
     def _xattrs(self, records: dict[bytes, bytes]) -> tuple[tuple[bytes, bytes], ...]:
@@ -333,15 +336,18 @@ class TarReader:
         """Set the map and the real size of a sparse file; the stored size becomes that of the data alone."""
         records = dict(local)
         if kind == b"S":
-            sparse: Map | None = self._old_map(buffer, at)
+            sparse = self._old_map(buffer, at)
             inode.size = h.size_field(buffer[at + 483 : at + 495])
         elif (records.get(b"GNU.sparse.major"), records.get(b"GNU.sparse.minor")) == (b"1", b"0"):
             sparse = self._map_1()
             inode.size = h.length(h.decimal(records.get(b"GNU.sparse.realsize", b"")))
-        elif (sparse := map_0(local)) is not None:
+        else:
+            listed = map_0(local)
+            if listed is None:
+                raise InputError(f"{shown(self._name)} is sparse in a way that is not known here")
+            sparse = listed
             inode.size = h.length(h.decimal(records.get(b"GNU.sparse.size", b"")))
-        if sparse is not None:
-            self._sparse = check_map(sparse, inode.size, self._stored)
+        self._sparse = check_map(sparse, inode.size, self._stored)
 
     def _old_map(self, buffer: bytes, at: int) -> Map:
         entries = old_entries(buffer, at + 386, 4)

@@ -135,6 +135,17 @@ def test_maps_by_hand() -> None:
         old((0, 5), data=b"x" * 6),
         old((1 << 32, 5), data=b"x" * 5),
         pax((b"GNU.sparse.size", b"9"), (b"GNU.sparse.offset", b"0")) + raw_header(b"f") + END,
+        pax((b"GNU.sparse.major", b"2"), (b"GNU.sparse.minor", b"0"), (b"GNU.sparse.realsize", b"20")) + raw_header(b"f") + END,
+        pax(
+            (b"GNU.sparse.realsize", b"20"),
+        )
+        + raw_header(b"f")
+        + END,
+        pax(
+            (b"SCHILY.realsize", b"20"),
+        )
+        + raw_header(b"f")
+        + END,
     ],
 )
 def test_maps_that_lie_are_refused(data: bytes) -> None:
