@@ -289,8 +289,8 @@ def make_source(path: Path) -> Path:
         os.setxattr(path / "d", "trusted.overlay.opaque", b"y")
         os.setxattr(path / "large", "security.capability", CAPABILITY)
     # Old times: mkfs.erofs drops the nanoseconds of a file as young as its image.
-    for nth, name in enumerate([path, *sorted(path.rglob("*"))]):
-        os.utime(name, ns=(5, (1_600_000_000 + nth % 7) * 10**9 + nth % 3 * 123_456_789), follow_symlinks=False)
+    for nth, place in enumerate([path, *sorted(path.rglob("*"))]):
+        os.utime(place, ns=(5, (1_600_000_000 + nth % 7) * 10**9 + nth % 3 * 123_456_789), follow_symlinks=False)
     return path
 
 

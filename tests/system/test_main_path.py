@@ -164,7 +164,7 @@ def test_ctrl_c_during_an_import_leaves_nothing(tmp_path: Path) -> None:
     fifo = tmp_path / "endless.tar"
     os.mkfifo(fifo)
     store = tmp_path / "store"
-    argv = [
+    argv: list[str | Path] = [
         sys.executable,
         "-m",
         "dsec_layers",
