@@ -41,6 +41,7 @@ MAX_SEGMENTS = 128_000_000
 
 _FOLD = 4_000_000  # segments painted in one go: bounds the temporary arrays to some hundred megabytes
 _ROWS = 1024
+_FEW = 8
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -92,14 +93,24 @@ class Segments:
     def pieces(self, first: int, end: int) -> Iterator[tuple[int, int, int, int, bool]]:
         """The mapped parts of ``[first, end)`` in order, cut to it: (lba, end, moffset, source, zeroed)."""
         low, high = self.span(first, end)
+        rows = self._few_rows(low, high) if high - low <= _FEW else self._rows(low, high)
+        for lba, stop, moffset, source, zeroed in rows:
+            if lba < first:
+                moffset += 0 if zeroed else first - lba
+                lba = first
+            yield lba, min(stop, end), moffset, source, zeroed
+
+    def _few_rows(self, low: int, high: int) -> Iterator[tuple[int, int, int, int, bool]]:
+        """As ``_rows``, cheaper for a handful."""
+        for at in range(low, high):
+            yield self.lba.item(at), self.end.item(at), self.moffset.item(at), self.source.item(at), self.zeroed.item(at)
+
+    def _rows(self, low: int, high: int) -> Iterator[tuple[int, int, int, int, bool]]:
         for at in range(low, high, _ROWS):  # a caller may stop early
             part = self.take(slice(at, min(at + _ROWS, high)))
-            rows = zip(part.lba.tolist(), part.end.tolist(), part.moffset.tolist(), part.source.tolist(), part.zeroed.tolist(), strict=True)
-            for lba, stop, moffset, source, zeroed in rows:
-                if lba < first:
-                    moffset += 0 if zeroed else first - lba
-                    lba = first
-                yield lba, min(stop, end), moffset, source, zeroed
+            yield from zip(
+                part.lba.tolist(), part.end.tolist(), part.moffset.tolist(), part.source.tolist(), part.zeroed.tolist(), strict=True
+            )
 
 
 def no_segments() -> Segments:

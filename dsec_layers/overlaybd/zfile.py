@@ -6,11 +6,11 @@ checksum is verified, every time it is read from the source.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from itertools import count, groupby
 
-import numpy as np
 import zstandard
 from crc32c import crc32c
 from lz4.block import LZ4BlockError
@@ -18,14 +18,17 @@ from lz4.block import decompress as lz4_decompress
 
 from dsec_layers.blocksource import BlockSource, check_range
 from dsec_layers.errors import ImageError
-from dsec_layers.overlaybd.zfile_format import BLOCK_CRC, CRC_SEED, MAX_BLOCKS, SPACE, Algorithm, Flags, ZHeader, parse_table
+from dsec_layers.overlaybd.zfile_format import BLOCK_CRC, CRC_GOOD, CRC_SEED, MAX_BLOCKS, SPACE, Algorithm, Flags, ZHeader, parse_table
 
 __all__ = ["BlockCache", "ZFile"]
 
-_ONES = 0xFFFFFFFF
-_RUN = 1 << 20  # bytes decompressed from one read of the source
-_CACHED = 16  # blocks; a longer read is a scan and would only wash the cache out
-_idents = itertools.count()
+_READ = 1 << 20  # bytes of content fetched with one read of the source
+_CACHED = 16 << 10  # bytes; a longer read is a scan and would only wash the cache out
+_idents = count()
+
+# One large block that comes and goes teaches glibc to keep freed memory of that size (malloc's dynamic thresholds). Without it, every read of a megabyte
+# has its pages given back to the kernel and faulted in again: half the throughput.
+bytes(8 << 20)
 
 
 class BlockCache:
@@ -73,7 +76,7 @@ class ZFile:
         self._last = header.blocks - 1
         self._last_size = header.size - self._last * header.block_size
         self._overhead = BLOCK_CRC if header.crc else 0
-        self._idle: list[zstandard.ZstdDecompressor] = []  # a decompressor serves one thread at a time
+        self._idle: list[_Unzstd] = []
 
     def pread(self, offset: int, length: int) -> bytes:
         """See BlockSource. Raises ImageError for a block that does not match its checksum or does not decompress to its size."""
@@ -85,25 +88,25 @@ class ZFile:
         if first == last:
             block = self._block(first)
             return block if length == len(block) else block[begin:end]
-        blocks = self._few(first, last + 1) if last - first < _CACHED else self._many(first, last + 1)
-        if begin:
-            blocks[0] = blocks[0][begin:]
-        if end < len(blocks[-1]):
-            blocks[-1] = blocks[-1][:end]
-        return b"".join(blocks)
+        blocks = self._few(first, last + 1) if length <= _CACHED else self._many(first, last + 1)
+        blocks[0] = blocks[0][begin:]
+        blocks[-1] = blocks[-1][:end]
+        data = b"".join(blocks)
+        if len(data) != length:  # no block is larger than it should be, so each has its size if all together do
+            raise ImageError(f"ZFile: one of the blocks {first} to {last} decompresses to a wrong size")
+        return data
 
     def _block(self, number: int) -> bytes:
+        """A block through the cache."""
         key = self._ident + number
         block = self._cache.get(key)
         if block is None:
             start = self._starts.item(number)
             raw = self._source.pread(start, self._starts.item(number + 1) - start)
-            view: bytes | memoryview = raw
-            if self._overhead:
-                view = memoryview(raw)[:-BLOCK_CRC]
-                if crc32c(view, CRC_SEED) ^ _ONES != int.from_bytes(raw[-BLOCK_CRC:], "little"):
-                    raise ImageError(f"ZFile block {number}: checksum mismatch")
-            block = self._decompress(number, [view])[0]
+            size = self._last_size if number == self._last else self.header.block_size
+            block = self._unpack(number, memoryview(raw), 0, [len(raw)], size)[0]
+            if len(block) != size:
+                raise ImageError(f"ZFile block {number}: decompresses to a wrong size")
             self._cache.put(key, block)
         return block
 
@@ -111,67 +114,71 @@ class ZFile:
         """Blocks through the cache; each run of missing ones is read at once."""
         found = [self._cache.get(self._ident + number) for number in range(first, end)]
         blocks: list[bytes] = []
-        for missing, run in itertools.groupby(found, lambda block: block is None):
+        for missing, run in groupby(found, lambda block: block is None):
             if not missing:
                 blocks.extend(block for block in run if block is not None)
                 continue
             at = first + len(blocks)
             fresh = self._many(at, at + len(list(run)))
             for number, block in enumerate(fresh, at):
-                self._cache.put(self._ident + number, block)
+                if len(block) == self.header.block_size:
+                    self._cache.put(self._ident + number, block)
             blocks.extend(fresh)
         return blocks
 
     def _many(self, first: int, end: int) -> list[bytes]:
-        """Blocks from the source, in reads of about _RUN bytes of content."""
+        """Blocks from the source, which is read in large pieces. A block may come out shorter than it should be, never longer."""
         blocks: list[bytes] = []
-        step = max(1, _RUN >> self._shift)
+        step = max(1, _READ >> self._shift)
         for low in range(first, end, step):
-            blocks += self._run(low, min(low + step, end))
+            high = min(low + step, end)
+            base = self._starts.item(low)
+            raw = memoryview(self._source.pread(base, self._starts.item(high) - base))
+            ends = (self._starts[low + 1 : high + 1] - base).tolist()
+            last = [ends.pop()] if high > self._last else []
+            blocks += self._unpack(low, raw, 0, ends, self.header.block_size)
+            if last:
+                blocks += self._unpack(self._last, raw, self._starts.item(self._last) - base, last, self._last_size)
         return blocks
 
-    def _run(self, first: int, end: int) -> list[bytes]:
-        starts = self._starts[first : end + 1]
-        base = int(starts[0])
-        raw = self._source.pread(base, int(starts[-1]) - base)
-        stops = starts[1:] - base - self._overhead
-        view = memoryview(raw)
-        parts = [view[start:stop] for start, stop in zip((starts[:-1] - base).tolist(), stops.tolist(), strict=True)]
-        if self._overhead:
-            trailing = np.frombuffer(raw, np.uint8)[stops[:, None] + np.arange(BLOCK_CRC)]
-            stored = (trailing.view("<u4").ravel() ^ np.uint32(_ONES)).tolist()
-            if [crc32c(part, CRC_SEED) for part in parts] != stored:
-                bad = next(i for i, part in enumerate(parts) if crc32c(part, CRC_SEED) != stored[i])
-                raise ImageError(f"ZFile block {first + bad}: checksum mismatch")
-        return self._decompress(first, parts)
-
-    def _decompress(self, first: int, parts: list[bytes] | list[memoryview] | list[bytes | memoryview]) -> list[bytes]:
-        sizes = [self.header.block_size] * len(parts)
-        if first + len(parts) > self._last:
-            sizes[-1] = self._last_size
+    def _unpack(self, first: int, raw: memoryview, start: int, ends: list[int], size: int) -> list[bytes]:
+        """The blocks that lie in ``raw`` from ``start`` on and are to have ``size`` bytes, verified. This loop is what sequential reading costs."""
+        overhead = self._overhead
+        unzstd = self._idle_unzstd() if self.header.algorithm is Algorithm.ZSTD else None
+        decompress: Callable[[memoryview, int], bytes] = unzstd or lz4_decompress
+        blocks: list[bytes] = []
+        add = blocks.append
         try:
-            if self.header.algorithm is Algorithm.LZ4:
-                blocks = [lz4_decompress(part, size) for part, size in zip(parts, sizes, strict=True)]
-            else:
-                blocks = self._unzstd(parts, sizes)
+            for end in ends:
+                if overhead and crc32c(raw[start:end], CRC_SEED) != CRC_GOOD:
+                    raise ImageError(f"ZFile block {first + len(blocks)}: checksum mismatch")
+                add(decompress(raw[start : end - overhead], size))
+                start = end
         except (LZ4BlockError, zstandard.ZstdError) as error:
-            raise ImageError(f"ZFile: one of the blocks {first} to {first + len(parts) - 1} does not decompress: {error}") from error
-        if [len(block) for block in blocks] != sizes:
-            raise ImageError(f"ZFile: one of the blocks {first} to {first + len(parts) - 1} decompresses to a wrong size")
+            raise ImageError(f"ZFile block {first + len(blocks)}: {error}") from error
+        if unzstd is not None:
+            self._idle.append(unzstd)
         return blocks
 
-    def _unzstd(self, parts: list[bytes] | list[memoryview] | list[bytes | memoryview], sizes: list[int]) -> list[bytes]:
-        # The size a frame states is looked at first: the library would allocate whatever it says.
-        for part, size in zip(parts, sizes, strict=True):
-            if zstandard.frame_content_size(part) not in (size, -1):
-                raise zstandard.ZstdError("the frame is for another size")
+    def _idle_unzstd(self) -> _Unzstd:
+        """A zstd decompressor that nobody uses: one serves one thread at a time."""
         try:
-            worker = self._idle.pop()
+            return self._idle.pop()
         except IndexError:
-            worker = zstandard.ZstdDecompressor()
-        blocks = [worker.decompress(part, max_output_size=size) for part, size in zip(parts, sizes, strict=True)]
-        self._idle.append(worker)
-        return blocks
+            return _Unzstd()
+
+
+class _Unzstd:
+    """Decompresses zstd blocks."""
+
+    def __init__(self) -> None:
+        self._decompress = zstandard.ZstdDecompressor().decompress
+
+    def __call__(self, part: memoryview, size: int) -> bytes:
+        # The size a frame states is looked at first: the library would allocate whatever it says.
+        if zstandard.frame_content_size(part) not in (size, -1):
+            raise zstandard.ZstdError("the frame is for another size")
+        return self._decompress(part, max_output_size=size)
 
 
 def _read_header(source: BlockSource) -> ZHeader:

@@ -19,6 +19,7 @@ from dsec_layers.overlaybd.segments import Ints
 
 __all__ = [
     "BLOCK_CRC",
+    "CRC_GOOD",
     "CRC_SEED",
     "MAX_BLOCKS",
     "SPACE",
@@ -46,7 +47,10 @@ _ONES = 0xFFFFFFFF
 _BLOCK_SEED = 100007
 
 CRC_SEED = _BLOCK_SEED ^ _ONES
-"""What to hand to ``crc32c.crc32c`` as the value before a block; its result is then the stored checksum, inverted."""
+"""What to hand to ``crc32c.crc32c`` as the value before a block."""
+
+CRC_GOOD = _ONES
+"""What it then returns for a block with its checksum behind it, if that is right: the register has become zero."""
 
 
 class Algorithm(IntEnum):

@@ -39,7 +39,7 @@ PACKINGS = (
 TIGHT = {  # limits so small that everything that happens rarely happens all the time
     "upper.MAX_PENDING": 4, "upper._MAX_WRITE": 16, "upper.MAX_LENGTH": 50, "upper._PUNCHES": 2,
     "upper_index._MIN_RECENT": 3, "disk._MAX_TRIMS": 2, "disk._MAX_SEEN": 4, "disk._LOOK": 2,
-    "segments._FOLD": 10, "segments._ROWS": 3, "layer._LOG_CHUNK": 3, "packing._ROWS": 2, "packing._READ": 2048, "zfile._CACHED": 2, "zfile._RUN": 8192,
+    "segments._FOLD": 10, "segments._ROWS": 3, "segments._FEW": 2, "layer._LOG_CHUNK": 3, "packing._ROWS": 2, "packing._READ": 2048, "zfile._CACHED": 8192, "zfile._READ": 16384,
 }  # fmt: skip
 offsets = st.one_of(
     st.integers(0, SIZE), st.integers(0, SIZE // 512).map(lambda n: n * 512), st.integers(0, SIZE // 4096).map(lambda n: n * 4096)
