@@ -107,7 +107,7 @@ class Server:
         scheme = "nbds" if self._mode is TlsMode.REQUIRE else "nbd"
         address = self.address
         if isinstance(address, Path):
-            return f"{scheme}+unix:///{quote(export, safe='')}?socket={quote(str(address))}"
+            return f"{scheme}+unix:///{quote(export, safe='')}?socket={quote(str(address.absolute()))}"
         host, port = address
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/{quote(export, safe='')}"
 
