@@ -17,7 +17,7 @@ from typing import Final
 
 from dsec_layers.digest import Digest
 from dsec_layers.errors import CorruptError, DsecError, StoreError, UsageError
-from dsec_layers.layers.manifest import Environment, Layer
+from dsec_layers.layers.manifest import Environment, Object
 from dsec_layers.progress import SILENT, Progress
 from dsec_layers.registry.objects import children, peek, reach
 from dsec_layers.store.base import BlobInfo, Ref, Store, check_ref
@@ -119,5 +119,5 @@ def _held_by_young(store: Store, young: Iterable[BlobInfo]) -> set[Digest]:
     return held
 
 
-def _rank(value: Layer | Environment | None) -> int:
+def _rank(value: Object | None) -> int:
     return 2 if value is None else 0 if isinstance(value, Environment) else 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from dsec_layers.digest import Buffer, Digest
 from dsec_layers.errors import CorruptError, Interrupted, NotFound
 from dsec_layers.layers.descriptor import Descriptor
-from dsec_layers.layers.manifest import MAX_JSON, Layer
+from dsec_layers.layers.manifest import MAX_JSON, Environment
 from dsec_layers.progress import SILENT, Progress, Task
 from dsec_layers.registry.objects import hold, reach, set_tag
 from dsec_layers.store.base import Store
@@ -42,7 +42,7 @@ def copy_object(
     Errors of either store pass through; what was copied by then stays.
     """
     objects = list(reach(source, digest))
-    blobs = {item.digest: item for _, value in objects if isinstance(value, Layer) for item in value.blobs()}
+    blobs = {item.digest: item for _, value in objects if not isinstance(value, Environment) for item in value.blobs()}
     total = sum(item.size for item in blobs.values())
     with progress.task(f"Copying {digest[7:19]}", total=total) as task:
         moved = _move_all(_Mover(source, target, task), list(blobs.values()), jobs)

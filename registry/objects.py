@@ -19,13 +19,16 @@ from dsec_layers.digest import Buffer, Digest, is_digest
 from dsec_layers.errors import Conflict, CorruptError, ImageError, InputError, NotFound, UsageError
 from dsec_layers.layers import descriptor as d
 from dsec_layers.layers.descriptor import Descriptor
+from dsec_layers.layers.disk import DiskConfig, DiskImage
 from dsec_layers.layers.frames import MAX_METADATA, unpack
 from dsec_layers.layers.manifest import (
     MAX_JSON,
     Environment,
     Layer,
     LayerConfig,
+    Object,
     parse_config,
+    parse_disk,
     parse_environment,
     parse_layer,
     parse_object,
@@ -41,6 +44,8 @@ __all__ = [
     "hold",
     "load_chunks",
     "load_config",
+    "load_disk",
+    "load_disk_config",
     "load_environment",
     "load_layer",
     "load_metadata",
@@ -51,6 +56,7 @@ __all__ = [
     "put_blob",
     "reach",
     "resolve",
+    "resolve_any",
     "set_tag",
 ]
 
@@ -70,7 +76,7 @@ def publish_config(store: Store, config: LayerConfig) -> Descriptor:
     return put_blob(store, d.CONFIG, config.to_json())
 
 
-def publish_object(store: Store, value: Layer | Environment) -> Digest:
+def publish_object(store: Store, value: Object) -> Digest:
     """Store a manifest after everything it refers to was found complete and touched. NotFound or CorruptError if something is not there whole."""
     hold(store, value)
     return put_bytes(store, value.to_json()).digest
@@ -99,7 +105,7 @@ def set_tag(store: Store, name: str, digest: Digest) -> Digest | None:
     raise Conflict(f"{name} is being changed all the time by somebody else", hint="try again")
 
 
-def hold(store: Store, value: Layer | Environment) -> None:
+def hold(store: Store, value: Object) -> None:
     """Touch all blobs that an object refers to, directly or not, and check their sizes. NotFound, CorruptError."""
     wanted = {item.digest: item.size for item in children(value)}
     if isinstance(value, Environment):
@@ -111,12 +117,12 @@ def hold(store: Store, value: Layer | Environment) -> None:
                 raise CorruptError(f"{info.digest} in {store.url} has {info.size} bytes, its descriptor says {wanted[info.digest]}")
 
 
-def children(value: Layer | Environment) -> tuple[Descriptor, ...]:
+def children(value: Object) -> tuple[Descriptor, ...]:
     """The descriptors in a manifest."""
-    return value.blobs() if isinstance(value, Layer) else tuple(item for _, item in value.layers)
+    return tuple(item for _, item in value.layers) if isinstance(value, Environment) else value.blobs()
 
 
-def reach(store: Store, digest: Digest) -> Iterator[tuple[Digest, Layer | Environment]]:
+def reach(store: Store, digest: Digest) -> Iterator[tuple[Digest, Object]]:
     """An object and the objects below it, each once, from the bottom to the top: layers before their environment."""
     value = load_object(store, digest)
     if isinstance(value, Environment):
@@ -125,8 +131,8 @@ def reach(store: Store, digest: Digest) -> Iterator[tuple[Digest, Layer | Enviro
     yield digest, value
 
 
-def load_object(store: Store, digest: Digest) -> Layer | Environment:
-    """The layer or environment that a manifest digest names."""
+def load_object(store: Store, digest: Digest) -> Object:
+    """The layer, environment or disk that a manifest digest names."""
     return _parsed(digest, parse_object, read_blob(store, digest, limit=MAX_JSON))
 
 
@@ -140,6 +146,11 @@ def load_environment(store: Store, digest: Digest) -> Environment:
     return _parsed(digest, parse_environment, read_blob(store, digest, limit=MAX_JSON))
 
 
+def load_disk(store: Store, digest: Digest) -> DiskImage:
+    """The disk that a manifest digest names."""
+    return _parsed(digest, parse_disk, read_blob(store, digest, limit=MAX_JSON))
+
+
 def load_config(store: Store, layer: Layer) -> LayerConfig:
     """A layer's config. CorruptError if it is of another kind than the manifest says."""
     digest = layer.config.digest
@@ -147,6 +158,12 @@ def load_config(store: Store, layer: Layer) -> LayerConfig:
     if config.kind is not layer.kind:
         raise CorruptError(f"{digest} says {config.kind}, the manifest {layer.kind}")
     return config
+
+
+def load_disk_config(store: Store, disk: DiskImage) -> DiskConfig:
+    """A disk's config."""
+    item = disk.config
+    return _parsed(item.digest, DiskConfig.parse, read_blob(store, item.digest, limit=MAX_JSON, size=item.size))
 
 
 def load_metadata(store: Store, layer: Layer) -> tuple[bytes, Table]:
@@ -166,6 +183,14 @@ def load_chunks(store: Store, layer: Layer, segments: Table) -> Table:
 
 
 def resolve(store: Store, text: str) -> tuple[Digest, Layer | Environment]:
+    """The layer or environment that ``text`` names, as ``resolve_any``. UsageError for a disk."""
+    digest, found = resolve_any(store, text)
+    if isinstance(found, DiskImage):
+        raise UsageError(f"{text} is a disk, not a layer or environment", hint="dsec-layers disk and nbd take disks")
+    return digest, found
+
+
+def resolve_any(store: Store, text: str) -> tuple[Digest, Object]:
     """The object that ``text`` names: ``name:tag`` (the tag is ``latest`` when left out), a digest, or the first 6 or more hex digits of one.
 
     NotFound with the names that come near, UsageError for digits that begin more than one object's digest.
@@ -189,7 +214,7 @@ def resolve(store: Store, text: str) -> tuple[Digest, Layer | Environment]:
     return digest, load_object(store, digest)
 
 
-def find_objects(store: Store, prefix: str = "") -> Iterator[tuple[BlobInfo, Layer | Environment]]:
+def find_objects(store: Store, prefix: str = "") -> Iterator[tuple[BlobInfo, Object]]:
     """Every manifest in the store, referred to or not, whose digest begins with ``prefix``. Reads the first bytes of each small blob."""
     with ThreadPoolExecutor(store.capabilities.connections) as pool:
         for batch in _batches(store.list(prefix), 1024):
@@ -200,7 +225,7 @@ def find_objects(store: Store, prefix: str = "") -> Iterator[tuple[BlobInfo, Lay
             )
 
 
-def peek(store: Store, info: BlobInfo) -> Layer | Environment | None:
+def peek(store: Store, info: BlobInfo) -> Object | None:
     """The manifest that a blob is; None if it is something else, damaged, or gone. Reads the first byte, and the rest of what may be one."""
     try:
         if not 2 <= info.size <= MAX_JSON or store.read(info.digest, 0, 1) != b"{":
@@ -210,7 +235,7 @@ def peek(store: Store, info: BlobInfo) -> Layer | Environment | None:
         return None
 
 
-def _by_prefix(store: Store, digits: str) -> tuple[Digest, Layer | Environment]:
+def _by_prefix(store: Store, digits: str) -> tuple[Digest, Object]:
     found = list(find_objects(store, f"sha256:{digits}"))
     if not found:
         raise NotFound(f"no object in {store.url} has a digest that begins with {digits}", hint="dsec-layers ls shows what there is")

@@ -6,6 +6,7 @@ against its, the metadata by the EROFS reader, and the tables for canonical form
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -20,14 +21,15 @@ from dsec_layers.digest import Digest, content_digest
 from dsec_layers.erofs.reader import Image
 from dsec_layers.errors import CorruptError, DsecError, ImageError, InputError, LimitError, NotFound
 from dsec_layers.layers.descriptor import Descriptor
+from dsec_layers.layers.disk import PIECE_SIZE, DiskImage, DiskLayer, parse_pieces
 from dsec_layers.layers.frames import decompress
 from dsec_layers.layers.manifest import Environment, Layer
 from dsec_layers.layers.tables import BLOCK, CHUNK, Table
 from dsec_layers.progress import SILENT, Progress, Task
 from dsec_layers.registry.collect import referenced
-from dsec_layers.registry.objects import children, load_chunks, load_config, load_metadata, load_object
+from dsec_layers.registry.objects import children, load_chunks, load_config, load_disk_config, load_metadata, load_object
 from dsec_layers.store.base import BlobInfo, Store
-from dsec_layers.store.transfer import PIECE, put_stream, read_pieces
+from dsec_layers.store.transfer import PIECE, put_stream, read_blob, read_pieces
 
 __all__ = ["Finding", "Problem", "Report", "orphans", "repair", "verify"]
 
@@ -129,8 +131,9 @@ class _Checker:
                 self.object(item, digest)
             return
         whole = [item for item in value.blobs() if self._present(item, digest)]
+        present = {item.digest for item in whole}
         if self._deep:
-            self._layer(value, digest, {item.digest for item in whole})
+            self._disk(value, digest, present) if isinstance(value, DiskImage) else self._layer(value, digest, present)
 
     def _present(self, item: Descriptor, owner: Digest) -> bool:
         info = self._try(item.digest, owner, lambda: self._store.stat(item.digest))
@@ -139,6 +142,32 @@ class _Checker:
             return False
         self.seen.setdefault(item.digest, item.size)
         return info is not None
+
+    def _disk(self, disk: DiskImage, owner: Digest, whole: set[Digest]) -> None:
+        """Its config, and each layer's blob against its pieces list."""
+        if disk.config.digest in whole:
+            self._try(disk.config.digest, owner, lambda: load_disk_config(self._store, disk))
+        for layer in disk.layers:
+            if {layer.blob.digest, layer.pieces.digest} <= whole:
+                self._try(layer.blob.digest, owner, functools.partial(self._pieces, layer))
+
+    def _pieces(self, layer: DiskLayer) -> None:
+        """Read a disk layer's blob once: its own digest, and those of its pieces."""
+        item, size = layer.pieces, layer.blob.size
+        digests = parse_pieces(read_blob(self._store, item.digest, limit=item.size, size=item.size), size)
+        state = hashlib.sha256()
+        wrong = None
+        for number, data in enumerate(
+            self._store.read(layer.blob.digest, at, min(PIECE_SIZE, size - at)) for at in range(0, size, PIECE_SIZE)
+        ):
+            state.update(data)
+            self.task.advance(len(data))
+            if content_digest(data) != digests[number] and wrong is None:
+                wrong = number
+        if f"sha256:{state.hexdigest()}" != layer.blob.digest:
+            raise CorruptError("the bytes do not match the digest")
+        if wrong is not None:
+            raise CorruptError(f"piece {wrong} does not match the list {item.digest}")
 
     def _layer(self, layer: Layer, owner: Digest, whole: set[Digest]) -> None:
         if layer.config.digest in whole:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
-from uuid import UUID, uuid4
+from uuid import uuid4
 
-from dsec_layers import __version__
+from dsec_layers.api.diskfrom import content
 from dsec_layers.api.session import Session
 from dsec_layers.cache.flat import PieceOpener
 from dsec_layers.digest import Digest
 from dsec_layers.disks.attach import SOCKET, serve_disk
+from dsec_layers.disks.ext4 import make_ext4, size_for
 from dsec_layers.disks.files import GenerationReader, check_size, create_files
 from dsec_layers.disks.local import LocalDisk
 from dsec_layers.disks.opener import open_pieces
@@ -23,16 +25,34 @@ from dsec_layers.disks.stored import StoredDisk, publish_disk, publish_layer
 from dsec_layers.errors import Conflict, NotFound, UsageError
 from dsec_layers.layers.disk import DiskConfig, DiskImage, DiskLayer
 from dsec_layers.overlaybd import Algorithm, LsmtLayer, Packing, ZFileOptions, merge
+from dsec_layers.overlaybd.lsmt import NIL_UUID, Flags, Header
+from dsec_layers.overlaybd.segments import no_segments
 from dsec_layers.registry.copy import copy_object
 from dsec_layers.registry.objects import load_disk, load_disk_config, resolve_any, set_tag
 from dsec_layers.store.base import Store, check_ref
 from dsec_layers.store.open import open_store
 
-__all__ = ["FORMATS", "Attached", "Branched", "DiskInfo", "Sealed", "Snapshot", "attach", "branch", "commit", "create", "detach", "info", "snapshot"]
+__all__ = [
+    "FORMATS",
+    "Attached",
+    "Branched",
+    "DiskInfo",
+    "Sealed",
+    "Snapshot",
+    "attach",
+    "branch",
+    "commit",
+    "create",
+    "detach",
+    "info",
+    "snapshot",
+]
 
+FILE_SYSTEMS: Final = ("none", "ext4")
 FORMATS: Final = ("zfile", "zfile-zstd", "lsmt")
 """How a commit packs its layer: LZ4 blocks of 4 KiB, Zstandard blocks of 16 KiB, or plain."""
 
+_BUILDER: Final = f"dsec-layers {version('dsec-layers')}"
 _PACKINGS: Final = {
     "zfile": ZFileOptions(),
     "zfile-zstd": ZFileOptions(Algorithm.ZSTD, 16384),
@@ -90,26 +110,52 @@ class Branched:
     paths: tuple[str, ...]
 
 
-def create(session: Session, path: str | Path, *, size: int | None = None, parent: str | None = None) -> DiskInfo:
-    """Make a writable disk in the new directory ``path``: empty, or on the sealed disk ``parent``, whose size it then has unless ``size`` is larger."""
+def create(
+    session: Session,
+    path: str | Path,
+    *,
+    size: int | None = None,
+    parent: str | None = None,
+    mkfs: str = "none",
+    source: str | None = None,
+    epoch: int = 0,
+) -> DiskInfo:
+    """Make a writable disk in the new directory ``path``.
+
+    It is empty; or on the sealed disk ``parent``, whose size it then has unless ``size`` (bytes) is larger; or has a new file system ``mkfs`` (``ext4``), with the
+    content of ``source`` if given: a directory, a tar, a layer or an environment (the last three need root). ``epoch``: when the file system says it was made.
+    """
+    if mkfs not in FILE_SYSTEMS or (parent is not None and mkfs != "none") or (source is not None and mkfs == "none"):
+        raise UsageError("a disk has either a parent, or a new file system (ext4) with or without content", hint="see disk create --help")
+    path = Path(path)
+    if mkfs == "ext4":
+        with content(session, source, path) as directory:
+            wanted = size or (size_for(directory) if directory is not None else 0)
+            _check_given(wanted)
+            create_files(path, wanted, fill=lambda data, index: make_ext4(data, index, wanted, directory, epoch=epoch))
+        return info(path)
     below, least = None, 0
     if parent is not None:
-        digest, _ = find_disk(session.store, parent)
-        below, least = Parent(session.store.url, digest), load_disk_config(session.store, digest).virtual_size
+        digest, image = find_disk(session.store, parent)
+        below, least = Parent(session.store.url, digest), load_disk_config(session.store, image).virtual_size
     wanted = size or least
-    if not wanted:
-        raise UsageError("how large?", hint="give --size")
+    _check_given(wanted)
     if wanted < least:
         raise UsageError(f"{parent} has {least} bytes, a disk on it cannot have {wanted}")
-    check_size(wanted)
-    create_files(Path(path), wanted, below)
+    create_files(path, wanted, below)
     return info(path)
+
+
+def _check_given(size: int) -> None:
+    if not size:
+        raise UsageError("how large?", hint="give --size")
+    check_size(size)
 
 
 def branch(session: Session, text: str, paths: Sequence[str | Path]) -> Branched:
     """Make writable disks on one sealed disk, one in each new directory. They share what is below and record only what changes."""
-    digest, _ = find_disk(session.store, text)
-    size = load_disk_config(session.store, digest).virtual_size
+    digest, image = find_disk(session.store, text)
+    size = load_disk_config(session.store, image).virtual_size
     for path in paths:
         create_files(Path(path), size, Parent(session.store.url, digest))
     return Branched(text, digest, tuple(str(path) for path in paths))
@@ -189,12 +235,12 @@ def commit(session: Session, path: str | Path, name: str, *, format: str = "zfil
     path = Path(path)
     with owner_of(path) as owner:
         state = owner.snapshot()
-        layers = _layers_below(session, state.parent)
+        layers, size = _below(session, state.parent)
         added = 0
-        if state.frozen or not layers:
+        if state.frozen or size != state.virtual_size:
             layer = _seal(session, path, state, layers, format, fs_type)
             layers, added = (*layers, layer), layer.blob.size + layer.pieces.size
-        config = DiskConfig(state.virtual_size, name, {"format": format}, f"dsec-layers {__version__}")
+        config = DiskConfig(state.virtual_size, name, {"format": format}, _BUILDER)
         digest = publish_disk(session.store, layers, config)
         set_tag(session.store, name, digest)
         owner.rebase(state.parent, Parent(session.store.url, digest), state.frozen)
@@ -241,18 +287,22 @@ def _store_of(session: Session, parent: Parent) -> Store:
     return session.store if parent.store == session.store.url else open_store(parent.store, create=False)
 
 
-def _layers_below(session: Session, parent: Parent | None) -> tuple[DiskLayer, ...]:
-    """The layers of the sealed disk below, in this session's store."""
+def _below(session: Session, parent: Parent | None) -> tuple[tuple[DiskLayer, ...], int]:
+    """The layers of the sealed disk below, which are in this session's store then, and its size in bytes; 0 for none."""
     if parent is None:
-        return ()
+        return (), 0
     if parent.store != session.store.url:
         copy_object(_store_of(session, parent), session.store, parent.digest, progress=session.progress)
-    return load_disk(session.store, parent.digest).layers
+    image = load_disk(session.store, parent.digest)
+    return image.layers, load_disk_config(session.store, image).virtual_size
 
 
 def _seal(session: Session, path: Path, state: DiskState, below: Sequence[DiskLayer], format: str, fs_type: str) -> DiskLayer:
     """One layer of a disk's frozen generations."""
-    packing = Packing(str(uuid4()).upper(), _uuid_of(below), zfile=_PACKINGS[format], tar=True)
+    uuid = str(uuid4()).upper()
+    packing = Packing(uuid, below[-1].uuid if below else NIL_UUID, zfile=_PACKINGS[format], tar=True)
     with GenerationReader(path, state.frozen) as reader:
-        layers = _sized(reader.layers, state.virtual_size)
-        return publish_layer(session.store, merge(layers, packing), spool=path, fs_type=fs_type, progress=session.progress)
+        layers = reader.layers or [LsmtLayer(Header(Flags.UPPER_DATA), no_segments(), ())]
+        layers[-1] = replace(layers[-1], header=replace(layers[-1].header, virtual_size=state.virtual_size))
+        writes = merge(layers, packing)
+        return publish_layer(session.store, writes, spool=path, uuid=uuid, fs_type=fs_type, progress=session.progress)

@@ -13,7 +13,7 @@ from dsec_layers.layers.descriptor import MANIFEST, Descriptor, Kind
 from dsec_layers.layers.manifest import Environment, Layer
 from dsec_layers.registry.collect import GRACE, Sweep, remove_ref, sweep
 from dsec_layers.registry.copy import Copied, copy_object
-from dsec_layers.registry.objects import publish_object, resolve, set_tag
+from dsec_layers.registry.objects import children, publish_object, resolve, resolve_any, set_tag
 from dsec_layers.registry.verify import verify as verify_object
 from dsec_layers.store.base import Ref, Store, check_ref
 from dsec_layers.store.open import open_store
@@ -81,14 +81,20 @@ def verify(session: Session, texts: Sequence[str] = (), *, deep: bool = False) -
     reports, checked = [], set()
     for text in names:
         try:
-            digest, found = resolve(session.store, text)
+            digest, found = resolve_any(session.store, text)
         except (CorruptError, ImageError) as error:
             reports.append(Verified(text, "", 0, 0, (error.message,)))
             continue
         report = verify_object(session.store, digest, deep=deep, progress=session.progress)
         problems = [str(finding) for finding in report.findings]
         if deep and not problems:
-            members = [digest] if isinstance(found, Layer) else [item.digest for _, item in found.layers]
+            members = (
+                [digest]
+                if isinstance(found, Layer)
+                else [item.digest for item in children(found)]
+                if isinstance(found, Environment)
+                else []
+            )
             problems = [p for member in members if member not in checked and (p := judge(session.store, member, session.progress))]
             checked.update(members)
         reports.append(Verified(text, digest, report.blobs, report.bytes, tuple(problems)))
@@ -96,7 +102,7 @@ def verify(session: Session, texts: Sequence[str] = (), *, deep: bool = False) -
 
 
 def _copy(source: Store, target: Store, text: str, name: str | None, session: Session) -> Copied:
-    digest, _ = resolve(source, text)
+    digest, _ = resolve_any(source, text)
     if name is None and not text.startswith("sha256:"):
         name = check_ref(text)
     return copy_object(source, target, digest, name=name, progress=session.progress)

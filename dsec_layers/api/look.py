@@ -12,8 +12,9 @@ from dsec_layers.api.session import Session
 from dsec_layers.api.view import Entry, merge, walk
 from dsec_layers.digest import Digest
 from dsec_layers.layers.descriptor import Kind
-from dsec_layers.layers.manifest import Environment, Layer
-from dsec_layers.registry.objects import load_config, load_layer, resolve
+from dsec_layers.layers.disk import DiskImage
+from dsec_layers.layers.manifest import Environment, Layer, Object
+from dsec_layers.registry.objects import load_config, load_disk_config, load_layer, resolve, resolve_any
 
 __all__ = ["BlobUse", "Change", "Difference", "Inspection", "LayerSummary", "Listed", "TreeEntry", "diff", "inspect", "ls", "open_view"]
 
@@ -107,22 +108,19 @@ def ls(session: Session, prefix: str = "") -> list[Listed]:
     """Every ref whose name begins with ``prefix``."""
     rows: list[Listed] = []
     for ref in session.store.list_refs(prefix):
-        digest, found = resolve(session.store, ref.name)
-        layers = _layers(session, digest, found)
-        summary = [_summary(session, item, layer) for item, layer in layers]
-        kind = str(found.kind) if isinstance(found, Layer) else "environment"
-        rows.append(Listed(ref.name, kind, digest, sum(s.counts.get("bytes", 0) for s in summary), _stored(summary)))
+        digest, found = resolve_any(session.store, ref.name)
+        summary, size = _summaries(session, digest, found)
+        rows.append(Listed(ref.name, _kind(found), digest, size, _stored(summary)))
     return rows
 
 
 def inspect(session: Session, text: str, *, tree: bool = False, depth: int = 2) -> Inspection:
-    """A layer or environment by name or digest; with ``tree`` the paths down to ``depth`` and their sizes."""
-    digest, found = resolve(session.store, text)
-    layers = _layers(session, digest, found)
-    summary = tuple(_summary(session, item, layer) for item, layer in layers)
+    """A layer, environment or disk by name or digest; with ``tree`` the paths down to ``depth`` and their sizes (UsageError for a disk)."""
+    digest, found = resolve_any(session.store, text)
+    summary, size = _summaries(session, digest, found)
     entries = _tree(open_view(session, text), depth) if tree else ()
-    kind = f"layer ({found.kind})" if isinstance(found, Layer) else "environment"
-    return Inspection(text, kind, digest, sum(s.counts.get("bytes", 0) for s in summary), _stored(summary), summary, entries)
+    kind = f"layer ({found.kind})" if isinstance(found, Layer) else _kind(found)
+    return Inspection(text, kind, digest, size, _stored(summary), summary, entries)
 
 
 def open_view(session: Session, text: str) -> Entry:
@@ -145,6 +143,33 @@ def diff(session: Session, left: str, right: str) -> Difference:
     for change in changes:
         counts[change.change] = counts.get(change.change, 0) + 1
     return Difference(left, right, tuple(changes), added, removed, counts)
+
+
+def _kind(found: Object) -> str:
+    if isinstance(found, DiskImage):
+        return "disk"
+    return str(found.kind) if isinstance(found, Layer) else "environment"
+
+
+def _summaries(session: Session, digest: Digest, found: Object) -> tuple[tuple[LayerSummary, ...], int]:
+    """What an object consists of, and the bytes of its content."""
+    if isinstance(found, DiskImage):
+        return _disk_summary(session, digest, found)
+    summary = tuple(_summary(session, item, layer) for item, layer in _layers(session, digest, found))
+    return summary, sum(item.counts.get("bytes", 0) for item in summary)
+
+
+def _disk_summary(session: Session, digest: Digest, disk: DiskImage) -> tuple[tuple[LayerSummary, ...], int]:
+    """A disk as one layer whose blobs are, from bottom to top, its layers with their pieces lists."""
+    config = load_disk_config(session.store, disk)
+    blobs = [BlobUse("config", disk.config.digest, disk.config.size)]
+    for layer in disk.layers:
+        blobs += [BlobUse("layer", layer.blob.digest, layer.blob.size), BlobUse("pieces", layer.pieces.digest, layer.pieces.size)]
+    counts = {"layers": len(disk.layers), "bytes": config.virtual_size}
+    summary = LayerSummary(
+        digest, "disk", config.name, "overlaybd", "", None, {}, counts, config.recipe or {}, config.builder, tuple(blobs)
+    )  # fmt: skip
+    return (summary,), config.virtual_size
 
 
 def _layers(session: Session, digest: Digest, found: Layer | Environment) -> list[tuple[Digest, Layer]]:

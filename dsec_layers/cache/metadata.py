@@ -22,7 +22,8 @@ from dsec_layers.cache.piece import Piece
 from dsec_layers.digest import Buffer, Digest, sha256_digest
 from dsec_layers.errors import CorruptError, DsecError, ImageError, NotFound, StoreError
 from dsec_layers.fsio import map_os_error, publish
-from dsec_layers.layers.manifest import MAX_JSON, Environment, Layer, parse_object
+from dsec_layers.layers.disk import DiskImage
+from dsec_layers.layers.manifest import MAX_JSON, Environment, Layer, Object, parse_object
 from dsec_layers.layers.tables import SEGMENT, Table, pack_segments, parse_segments
 from dsec_layers.registry.objects import load_metadata
 from dsec_layers.store.base import Store
@@ -118,7 +119,7 @@ def manifest(directory: CacheDirectory, url: str, digest: Digest, opener: Opener
     value = _local_manifest(directory, digest)
     if value is None:
         data = _retried(lambda: read_blob(opener(url), digest, limit=MAX_JSON), url, limits)
-        value = parse_object(data)
+        value = _mountable(parse_object(data), digest)
         try:
             _write(directory.metadata / f"{_hex(digest)}.json", data)
         except OSError as error:
@@ -132,6 +133,12 @@ def files_of(directory: CacheDirectory, files: LayerFiles) -> set[Path]:
     return found if files.layer.compressed else found | set(_metadata_paths(directory, files.layer))
 
 
+def _mountable(value: Object, digest: Digest) -> Layer | Environment:
+    if isinstance(value, DiskImage):
+        raise ImageError(f"{digest} is a disk, not a layer or environment")
+    return value
+
+
 def _local_manifest(directory: CacheDirectory, digest: Digest) -> Layer | Environment | None:
     path = directory.metadata / f"{_hex(digest)}.json"
     try:
@@ -139,7 +146,7 @@ def _local_manifest(directory: CacheDirectory, digest: Digest) -> Layer | Enviro
     except FileNotFoundError:
         return None
     if sha256_digest(data) == digest:
-        return parse_object(data)
+        return _mountable(parse_object(data), digest)
     _log.warning("%s is damaged and is fetched again", path)
     return None
 

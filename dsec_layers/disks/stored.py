@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, Final
+from types import TracebackType
+from typing import BinaryIO, Final, Self
 
 from dsec_layers.cache.flat import PieceOpener
 from dsec_layers.digest import Digest, content_digest
-from dsec_layers.disks.pieces import PieceSource
+from dsec_layers.disks.pieces import OpenPieces, PieceSource, blob_pieces
 from dsec_layers.fsio import map_os_error, pwrite_all
 from dsec_layers.layers.descriptor import Descriptor
-from dsec_layers.layers.disk import DISK_CONFIG, LAYER_TAR, PIECE_SIZE, PIECES, DiskConfig, DiskImage, DiskLayer, pack_pieces, parse_pieces
+from dsec_layers.layers.disk import (
+    DISK_CONFIG,
+    LAYER_TAR,
+    PIECE_SIZE,
+    PIECES,
+    UUID,
+    DiskConfig,
+    DiskImage,
+    DiskLayer,
+    pack_pieces,
+    parse_pieces,
+)
 from dsec_layers.overlaybd import BlockCache, LsmtLayer, Write, open_layer
 from dsec_layers.overlaybd.oci import BlobInfo, layer_descriptor
 from dsec_layers.progress import SILENT, Progress
@@ -23,34 +36,51 @@ from dsec_layers.store.transfer import put_bytes, put_stream, read_blob
 __all__ = ["StoredDisk", "publish_disk", "publish_layer"]
 
 _READ: Final = 4 << 20
+_OPENERS: Final = 8
 _BLOCKS: Final = 64 << 20
 """Bytes of decompressed ZFile blocks that an open disk keeps."""
 
 
 class StoredDisk:
-    """An open sealed disk: its layers from bottom to top, read lazily through ``opener``. Close it."""
+    """An open sealed disk: its layers from bottom to top, read lazily through ``opener``. Close it, or use it as a context."""
 
     def __init__(self, store: Store, image: DiskImage, opener: PieceOpener) -> None:
         cache = BlockCache(_BLOCKS)
         self.image = image
         self.layers: list[LsmtLayer] = []
-        self._sources: list[PieceSource] = []
+        self._pieces = OpenPieces(opener)
         try:
-            for layer in image.layers:
-                self._sources.append(_source(store, layer, opener))
-                self.layers.append(open_layer(self._sources[-1], cache=cache))
+            with ThreadPoolExecutor(min(_OPENERS, len(image.layers)), thread_name_prefix="open-disk") as pool:
+                self.layers += pool.map(lambda layer: open_layer(self._source(store, layer), cache=cache), image.layers)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Close the pieces' descriptors."""
-        for source in self._sources:
-            source.close()
+        self._pieces.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _source(self, store: Store, layer: DiskLayer) -> PieceSource:
+        size = layer.blob.size
+        digests = parse_pieces(read_blob(store, layer.pieces.digest, limit=layer.pieces.size, size=layer.pieces.size), size)
+        return PieceSource(blob_pieces(store.url, layer.blob.digest, size, digests), self._pieces)
 
 
 def publish_layer(
-    store: Store, writes: Iterable[Write], *, spool: Path, fs_type: str = "", vsize_gb: int = 0, progress: Progress = SILENT
+    store: Store,
+    writes: Iterable[Write],
+    *,
+    spool: Path,
+    uuid: str,
+    fs_type: str = "",
+    vsize_gb: int = 0,
+    progress: Progress = SILENT,
 ) -> DiskLayer:
     """Store what ``overlaybd.commit`` or ``merge`` writes as a layer blob with its pieces list. ``spool``: a directory for the file while it is made.
 
@@ -61,12 +91,12 @@ def publish_layer(
             for offset, data in writes:
                 pwrite_all(stream.fileno(), data, offset)
                 task.advance(len(data))
-            return publish_file(store, stream, fs_type=fs_type, vsize_gb=vsize_gb)
+            return publish_file(store, stream, uuid=uuid, fs_type=fs_type, vsize_gb=vsize_gb)
     except OSError as error:
         raise map_os_error(error, f"spool file in {spool}") from error
 
 
-def publish_file(store: Store, stream: BinaryIO, *, fs_type: str = "", vsize_gb: int = 0) -> DiskLayer:
+def publish_file(store: Store, stream: BinaryIO, *, uuid: str, fs_type: str = "", vsize_gb: int = 0) -> DiskLayer:
     """Store an open file that is an OverlayBD layer as a blob with its pieces list."""
     digests: list[bytes] = []
     size = 0
@@ -82,7 +112,7 @@ def publish_file(store: Store, stream: BinaryIO, *, fs_type: str = "", vsize_gb:
 
     info = put_stream(store, blocks())
     described = layer_descriptor(BlobInfo(info.digest, size, fs_type=fs_type, vsize_gb=vsize_gb))
-    blob = Descriptor(LAYER_TAR, info.digest, size, described["annotations"])
+    blob = Descriptor(LAYER_TAR, info.digest, size, {**described["annotations"], UUID: uuid})
     return DiskLayer(blob, put_blob(store, PIECES, pack_pieces(size, digests)))
 
 
@@ -92,9 +122,3 @@ def publish_disk(store: Store, layers: Sequence[DiskLayer], config: DiskConfig) 
     for item in image.blobs():
         store.touch(item.digest)
     return put_bytes(store, image.to_json()).digest
-
-
-def _source(store: Store, layer: DiskLayer, opener: PieceOpener) -> PieceSource:
-    size = layer.blob.size
-    digests = parse_pieces(read_blob(store, layer.pieces.digest, limit=layer.pieces.size, size=layer.pieces.size), size)
-    return PieceSource(opener, store.url, layer.blob.digest, size, digests)

@@ -7,6 +7,7 @@ lazily in pieces of 256 KiB; the manifest's digest covers the list's, and the li
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ __all__ = [
     "LAYER_TAR",
     "PIECES",
     "PIECE_SIZE",
+    "UUID",
     "DiskConfig",
     "DiskImage",
     "DiskLayer",
@@ -34,11 +36,15 @@ DISK_CONFIG: Final = "application/vnd.dsec.disk.config.v1+json"
 PIECES: Final = "application/vnd.dsec.disk.pieces.v1"
 LAYER_TAR: Final = "application/vnd.oci.image.layer.v1.tar"
 
+UUID: Final = "dev.dsec.disk.uuid"
+"""Annotation on a layer's blob."""
+
 PIECE_SIZE: Final = 256 << 10
 MAX_LAYERS: Final = 255
 _HEADER: Final = struct.Struct("<4sHHIQ")  # magic, version, digest size, piece size, size of the blob
 _MAGIC: Final = b"DPCS"
 _DIGEST: Final = 32
+_UUID: Final = re.compile(r"[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,12 @@ class DiskLayer:
 
     blob: Descriptor
     pieces: Descriptor
+
+    @property
+    def uuid(self) -> str:
+        """The UUID in the blob's LSMT header, as the descriptor states it: what a layer above names as its parent. Nil if it says nothing."""
+        uuid = self.blob.annotations.get(UUID, "")
+        return uuid if _UUID.match(uuid) else "00000000-0000-0000-0000-000000000000"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from dsec_layers.digest import Buffer, Digest, is_digest
 from dsec_layers.errors import ImageError
 from dsec_layers.layers import descriptor as d
 from dsec_layers.layers.descriptor import Descriptor, Kind
+from dsec_layers.layers.disk import DISK, DiskImage
 
 __all__ = [
     "FOREIGN",
@@ -22,8 +23,10 @@ __all__ = [
     "Environment",
     "Layer",
     "LayerConfig",
+    "Object",
     "canonical_json",
     "parse_config",
+    "parse_disk",
     "parse_environment",
     "parse_layer",
     "parse_object",
@@ -141,15 +144,21 @@ class Environment:
         )
 
 
-def parse_object(data: Buffer) -> Layer | Environment:
-    """A manifest blob of either kind, by its artifactType."""
+Object: TypeAlias = Layer | Environment | DiskImage
+"""What a ref may name."""
+
+
+def parse_object(data: Buffer) -> Object:
+    """A manifest blob of any kind, by its artifactType."""
     value = _object(data)
     artifact = value.get("artifactType")
     if artifact == d.LAYER:
         return parse_layer(data)
     if artifact == d.ENVIRONMENT:
         return parse_environment(data)
-    raise ImageError(f"not a layer or environment: artifactType is {str(artifact)[:100]!r}")
+    if artifact == DISK:
+        return parse_disk(data)
+    raise ImageError(f"not a layer, environment or disk: artifactType is {str(artifact)[:100]!r}")
 
 
 def parse_layer(data: Buffer) -> Layer:
@@ -186,6 +195,14 @@ def parse_environment(data: Buffer) -> Environment:
     if not layers or layers[0][0] is not Kind.BASE:
         raise ImageError("an environment begins with a base")
     return Environment(tuple(layers))
+
+
+def parse_disk(data: Buffer) -> DiskImage:
+    """The value of a disk manifest."""
+    value = _object(data)
+    if value.get("artifactType") != DISK or value.get("schemaVersion") != 2:
+        raise ImageError("not a disk manifest")
+    return DiskImage.of(_descriptor(value.get("config")), [_descriptor(item) for item in _list(value.get("layers"))])
 
 
 def parse_config(data: Buffer) -> LayerConfig:

@@ -1,0 +1,131 @@
+"""A disk's server in the background: ``python -m dsec_layers.api.background``, for ``disk attach --detach``.
+
+The starter waits for one JSON object on standard output: ``{"ok": {…}}`` once clients can connect, or ``{"error": {…}}``. What goes wrong later is in ``attach.log``
+of the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from dsec_layers.errors import DsecError, HostError
+from dsec_layers.progress import Task
+
+__all__ = ["attach_detached"]
+
+_LOG: Final = "attach.log"
+_START: Final = 180.0
+
+
+def attach_detached(
+    store: str, cache: Path, path: Path, *, unix: Path | None = None, port: int | None = None, read_only: bool = False
+) -> dict[str, Any]:
+    """Serve a disk as ``api.disks.attach`` does, in a process of its own that stays; what its ``ready`` was told, as a dict. Raises what it raises."""
+    from dsec_layers.disks.state import read_state
+    from dsec_layers.fuse import control
+    from dsec_layers.proc import inherited_environment, run
+
+    read_state(path)
+    asked = {"store": store, "cache": str(cache), "path": str(path.absolute()), "port": port, "read_only": read_only}
+    asked["unix"] = str(unix.absolute()) if unix is not None else None
+    done = run(
+        [sys.executable, "-P", "-m", "dsec_layers.api.background", json.dumps(asked)],
+        check=False,
+        env=inherited_environment(),
+        timeout=_START,
+    )
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError as error:
+        said = done.stderr.decode(errors="replace").strip()
+        raise HostError(f"the server of {path} did not start: {said or f'exit code {done.code}'}", hint=f"see {path / _LOG}") from error
+    if "error" in answer:
+        raise control.error_from(answer["error"])
+    value: dict[str, Any] = answer["ok"]
+    return value
+
+
+def main(argv: list[str]) -> None:
+    """Fork at once, while this process has one thread: the child serves, this one passes on what it says."""
+    asked = json.loads(argv[0])
+    said, say = os.pipe()
+    if os.fork():
+        os.close(say)
+        with open(said, "rb") as stream:
+            sys.stdout.buffer.write(stream.read())
+        return
+    os.close(said)
+    _leave(Path(asked["path"]) / _LOG)
+    _serve(asked, say)
+
+
+def _leave(log: Path) -> None:
+    """Leave the starter's session and standard streams."""
+    os.setsid()
+    os.chdir("/")
+    null, target = os.open("/dev/null", os.O_RDWR), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for source, number in ((null, 0), (null, 1), (target, 2)):
+        os.dup2(source, number)
+    os.close(null)
+    os.close(target)
+
+
+def _serve(asked: dict[str, Any], say: int) -> None:
+    from dsec_layers.api.disks import Attached, attach
+    from dsec_layers.api.session import Session
+    from dsec_layers.fuse import control
+
+    left = [say]
+
+    def tell(answer: dict[str, Any]) -> None:
+        while left:
+            with open(left.pop(), "wb") as stream:
+                stream.write(json.dumps(answer).encode())
+
+    def ready(attached: Attached) -> None:
+        tell({"ok": asdict(attached)})
+
+    try:
+        with Session(asked["store"], asked["cache"], progress=_Log()) as session:
+            unix = Path(asked["unix"]) if asked["unix"] else None
+            attach(session, asked["path"], unix=unix, port=asked["port"], read_only=asked["read_only"], ready=ready)
+    except DsecError as error:
+        _Log().warning(f"the server ends: {error.message}")
+        tell(control.error_message(error))
+        sys.exit(error.exit_code)
+
+
+class _Log:
+    """Progress as lines with the time, on standard error."""
+
+    @contextmanager
+    def task(self, title: str, *, total: int | None = None, unit: str = "B") -> Iterator[Task]:
+        yield self
+
+    def advance(self, amount: int = 1) -> None:
+        pass
+
+    def total(self, amount: int | None) -> None:
+        pass
+
+    def info(self, message: str) -> None:
+        self.warning(message)
+
+    def debug(self, message: str) -> None:
+        pass
+
+    def warning(self, message: str) -> None:
+        sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+        sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

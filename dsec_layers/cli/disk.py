@@ -1,0 +1,170 @@
+"""``dsec-layers disk``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dsec_layers.cli.common import REF, App, Command, app_options, pass_app
+from dsec_layers.cli.console import human_bytes
+from dsec_layers.cli.settings import source_date_epoch
+from dsec_layers.cli.values import parse_size
+
+if TYPE_CHECKING:
+    from dsec_layers.api.disks import DiskInfo, Sealed
+
+DISK = click.Path(path_type=Path)
+FORMAT = click.Choice(["zfile", "zfile-zstd", "lsmt"])
+
+
+@click.group("disk", short_help="Writable disks for microVMs.")
+def command() -> None:
+    """Make, serve, snapshot and branch writable disks for microVMs. DISK is a local directory, REF a sealed disk in the store."""
+
+
+@command.command(
+    "create",
+    cls=Command,
+    example="dsec-layers disk create ./vm1 --size 4G --mkfs ext4\ndsec-layers disk create ./vm2 --parent tools-disk:1\ndsec-layers disk create ./vm3 --from dev:1 --size 8G",
+)
+@click.argument("disk", metavar="DISK", type=DISK)
+@click.option("--size", metavar="SIZE", help="Bytes of the disk, such as 512M or 4G; default: that of --parent, or what --from needs.")
+@click.option("--parent", metavar="REF", type=REF, help="The sealed disk below.")
+@click.option("--mkfs", type=click.Choice(["none", "ext4"]), help="Make a file system; default: ext4 with --from, else none.")
+@click.option(
+    "--from", "source", metavar="DIR|TAR|REF", type=REF, help="What the file system holds: a directory, tar, layer or environment."
+)
+@app_options
+@pass_app
+def create(app: App, disk: Path, size: str | None, parent: str | None, mkfs: str | None, source: str | None) -> None:
+    """Make a writable disk in the new directory DISK: empty, with a file system, or on a sealed disk."""
+    from dsec_layers.api.disks import create as make
+
+    mkfs = mkfs or ("ext4" if source else "none")
+    made = make(app.session, disk, size=parse_size(size), parent=parent, mkfs=mkfs, source=source, epoch=source_date_epoch() or 0)
+    app.console.result(made, lambda: _show(app, made))
+
+
+@command.command("show", cls=Command, example="dsec-layers disk show ./vm1")
+@click.argument("disk", metavar="DISK", type=DISK)
+@app_options
+@pass_app
+def show(app: App, disk: Path) -> None:
+    """Say what DISK is made of, and where it is served."""
+    from dsec_layers.api.disks import info
+
+    found = info(disk)
+    app.console.result(found, lambda: _show(app, found))
+
+
+@command.command(
+    "attach",
+    cls=Command,
+    example="dsec-layers disk attach ./vm1 --detach\nqemu-system-x86_64 ... -drive file=nbd+unix:///?socket=./vm1/nbd.sock,format=raw,if=virtio",
+)
+@click.argument("disk", metavar="DISK", type=DISK)
+@click.option("--socket", type=click.Path(path_type=Path), metavar="PATH", help="Listen on this Unix socket; default: nbd.sock in DISK.")
+@click.option("--port", type=click.IntRange(0, 65535), metavar="N", help="Listen on this port of the loopback instead; 0: any.")
+@click.option("--read-only", is_flag=True, help="Refuse writes.")
+@click.option("--detach", is_flag=True, help="Serve in the background, until disk detach.")
+@app_options
+@pass_app
+def attach(app: App, disk: Path, socket: Path | None, port: int | None, read_only: bool, detach: bool) -> None:
+    """Serve DISK over NBD, for a VMM or nbd-client; ends with Ctrl-C, SIGTERM or disk detach."""
+    from dsec_layers.api.background import attach_detached
+    from dsec_layers.api.disks import Attached
+    from dsec_layers.api.disks import attach as run
+
+    def ready(attached: Attached) -> None:
+        app.console.result(attached, lambda: app.console.out(attached.uri))
+
+    if detach:
+        session = app.session
+        ready(Attached(**attach_detached(session.store_url, session.cache, disk, unix=socket, port=port, read_only=read_only)))
+    else:
+        run(app.session, disk, unix=socket, port=port, read_only=read_only, ready=ready)
+
+
+@command.command("detach", cls=Command, example="dsec-layers disk detach ./vm1")
+@click.argument("disk", metavar="DISK", type=DISK)
+@app_options
+@pass_app
+def detach(app: App, disk: Path) -> None:
+    """End the server of DISK; all that was written is durable then."""
+    from dsec_layers.api.disks import detach as end
+
+    found = end(disk)
+    app.console.result(found, lambda: app.console.out(found.path))
+
+
+@command.command(
+    "snapshot", cls=Command, example="dsec-layers disk snapshot ./vm1\ndsec-layers disk snapshot ./vm1 --name trajectory:step-7"
+)
+@click.argument("disk", metavar="DISK", type=DISK)
+@click.option("--name", metavar="NAME:TAG", help="Publish the snapshot in the store, as disk commit does.")
+@click.option("--format", "format_", type=FORMAT, default="zfile", show_default=True, help="How its layer is packed.")
+@app_options
+@pass_app
+def snapshot(app: App, disk: Path, name: str | None, format_: str) -> None:
+    """Freeze what was written to DISK so far, while it is attached or not. It goes on on top of that."""
+    if name is not None:
+        _commit(app, disk, name, format_, "")
+        return
+    from dsec_layers.api.disks import snapshot as freeze
+
+    made = freeze(disk)
+    app.console.result(made, lambda: app.console.out(f"{made.path}: {len(made.frozen)} frozen generations"))
+
+
+@command.command("commit", cls=Command, example="dsec-layers disk commit ./vm1 --name tools-disk:1")
+@click.argument("disk", metavar="DISK", type=DISK)
+@click.option("--name", required=True, metavar="NAME:TAG", help="The sealed disk's name.")
+@click.option("--format", "format_", type=FORMAT, default="zfile", show_default=True, help="How the new layer is packed.")
+@click.option("--fs-type", default="", metavar="TYPE", help="The file system on it, for the layer's annotations.")
+@app_options
+@pass_app
+def commit(app: App, disk: Path, name: str, format_: str, fs_type: str) -> None:
+    """Seal what was written to DISK as a layer in the store, and name the whole disk; it goes on on top of that. Works while it is attached."""
+    _commit(app, disk, name, format_, fs_type)
+
+
+@command.command("branch", cls=Command, example="dsec-layers disk branch trajectory:step-7 ./try1 ./try2 ./try3")
+@click.argument("ref", metavar="REF", type=REF)
+@click.argument("disks", metavar="DISK...", nargs=-1, required=True, type=DISK)
+@app_options
+@pass_app
+def branch(app: App, ref: str, disks: tuple[Path, ...]) -> None:
+    """Make writable disks on the sealed disk REF, one in each new directory; each records only its own changes."""
+    from dsec_layers.api.disks import branch as make
+
+    made = make(app.session, ref, disks)
+
+    def show() -> None:
+        for path in made.paths:
+            app.console.out(path)
+
+    app.console.result(made, show)
+
+
+def _commit(app: App, disk: Path, name: str, format_: str, fs_type: str) -> None:
+    from dsec_layers.api.disks import commit as seal
+
+    made = seal(app.session, disk, name, format=format_, fs_type=fs_type)
+    app.console.result(made, lambda: _show_sealed(app, made))
+
+
+def _show(app: App, found: DiskInfo) -> None:
+    app.console.out(f"{found.path}: {human_bytes(found.virtual_size)}, {human_bytes(found.local_bytes)} of it here")
+    if found.parent:
+        app.console.out(f"  on {found.parent} in {found.store}")
+    if found.generations:
+        app.console.out(f"  {found.generations} frozen generations")
+    if found.uri:
+        app.console.out(f"  served at {found.uri}")
+
+
+def _show_sealed(app: App, made: Sealed) -> None:
+    app.console.out(f"{made.name}  {made.digest}")
+    app.console.info(f"{human_bytes(made.virtual_size)} in {made.layers} layers, {human_bytes(made.stored_bytes)} new")

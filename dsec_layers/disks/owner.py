@@ -1,0 +1,185 @@
+"""Snapshots of a disk, whether somebody serves it or not: its server is asked, or else its files are changed here.
+
+The protocol is that of fuse/control.py, on the socket ``control`` in the disk's directory: ``status``, ``snapshot``, ``rebase``, ``stop``.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from dsec_layers.disks.files import DiskFiles
+from dsec_layers.disks.local import LocalDisk
+from dsec_layers.disks.state import DiskState, Parent
+from dsec_layers.errors import Conflict, DsecError, HostError, UsageError
+from dsec_layers.fuse import control
+
+__all__ = ["ControlServer", "Owner", "Served", "owner_of", "served"]
+
+_ANSWER: Final = 600.0
+
+
+class Owner(Protocol):
+    """Who may change a disk."""
+
+    def snapshot(self) -> DiskState:
+        """Freeze what was written so far; the state's frozen generations are the snapshot."""
+
+    def rebase(self, expected: Parent | None, parent: Parent, gone: tuple[int, ...]) -> DiskState:
+        """See DiskFiles.rebase."""
+
+
+class Served:
+    """A disk that a server process has open. Close it."""
+
+    def __init__(self, path: Path, channel: socket.socket) -> None:
+        self._path = path
+        self._channel = channel
+
+    def status(self) -> dict[str, Any]:
+        """``pid``, ``uri``, ``connections``, ``state`` and ``recovered`` of the server."""
+        answer: dict[str, Any] = self._ask("status")
+        return answer
+
+    def snapshot(self) -> DiskState:
+        """See Owner."""
+        return DiskState.from_value(self._ask("snapshot"))
+
+    def rebase(self, expected: Parent | None, parent: Parent, gone: tuple[int, ...]) -> DiskState:
+        """See Owner."""
+        before = asdict(expected) if expected else None
+        return DiskState.from_value(self._ask("rebase", expected=before, parent=asdict(parent), gone=list(gone)))
+
+    def stop(self) -> None:
+        """Ask the server to end, and wait until it has let go of the disk."""
+        self._ask("stop")
+        with suppress(OSError):
+            control.receive(self._channel)  # the end of the connection is the end of the process
+
+    def close(self) -> None:
+        """Close the connection; the server stays."""
+        self._channel.close()
+
+    def _ask(self, operation: str, **arguments: Any) -> Any:
+        try:
+            control.send(self._channel, {"op": operation, **arguments})
+            received = control.receive(self._channel)
+        except (OSError, ValueError) as error:
+            raise HostError(f"the server of {self._path} does not answer: {error}") from error
+        if received is None:
+            raise HostError(f"the server of {self._path} has ended")
+        answer = received[0]
+        if "error" in answer:
+            raise control.error_from(answer["error"])
+        return answer.get("ok")
+
+
+class _Offline:
+    """A disk that nobody has open."""
+
+    def __init__(self, files: DiskFiles) -> None:
+        self._files = files
+
+    def snapshot(self) -> DiskState:
+        state = self._files.state
+        empty = [self._settle(number) for number in (*state.frozen, state.upper)]
+        if not empty[-1]:
+            self._files.begin().close()
+        return self._files.state
+
+    def rebase(self, expected: Parent | None, parent: Parent, gone: tuple[int, ...]) -> DiskState:
+        return self._files.rebase(expected, parent, gone)
+
+    def _settle(self, number: int) -> bool:
+        """Cut off what a crash tore, which who only reads generations does not do. Whether the generation is empty."""
+        generation = self._files.open(number)
+        try:
+            generation.upper.freeze()
+            return generation.is_empty
+        finally:
+            generation.close()
+
+
+@contextmanager
+def owner_of(path: Path) -> Iterator[Owner]:
+    """Whoever may change the disk at ``path`` now: its server, or this process, which then holds its lock. Conflict if neither."""
+    try:
+        files = DiskFiles(path)
+    except Conflict:
+        server = served(path)
+        if server is None:
+            raise
+        try:
+            yield server
+        finally:
+            server.close()
+        return
+    with files:
+        yield _Offline(files)
+
+
+def served(path: Path) -> Served | None:
+    """The server of the disk at ``path``, None if there is none."""
+    channel = control.connect(path, _ANSWER)
+    return Served(path, channel) if channel is not None else None
+
+
+class ControlServer:
+    """Answers on the disk's control socket, from threads of its own. ``stop`` is called when a client asks for the end."""
+
+    def __init__(self, disk: LocalDisk, status: Callable[[], dict[str, Any]], stop: Callable[[], None]) -> None:
+        self._disk = disk
+        self._status = status
+        self._stop = stop
+        self._listener = control.listen(disk.path)
+        threading.Thread(target=self._accept, name="disk-control", daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more requests. The socket's name goes."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        (self._disk.path / control.SOCKET).unlink(missing_ok=True)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                channel, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(channel,), name="disk-control-client", daemon=True).start()
+
+    def _serve(self, channel: socket.socket) -> None:
+        with suppress(OSError, ValueError):
+            while (received := control.receive(channel)) is not None:
+                try:
+                    answer = {"ok": self._answer(received[0])}
+                except DsecError as error:
+                    answer = control.error_message(error)
+                control.send(channel, answer)
+                if received[0].get("op") == "stop":
+                    self._stop()
+                    return  # the connection stays open until this process ends: that is how the client knows
+
+    def _answer(self, message: control.Message) -> Any:
+        operation = message.get("op")
+        if operation == "status":
+            return self._status()
+        if operation == "snapshot":
+            return self._disk.snapshot().to_value()
+        if operation == "rebase":
+            try:
+                before = message["expected"]
+                expected = Parent(before["store"], before["digest"]) if before else None
+                parent, gone = Parent(message["parent"]["store"], message["parent"]["digest"]), tuple(map(int, message["gone"]))
+            except (KeyError, TypeError, ValueError) as error:
+                raise UsageError("not a rebase") from error
+            return self._disk.rebase(expected, parent, gone).to_value()
+        if operation == "stop":
+            return None
+        raise UsageError(f"the server of a disk knows no {str(operation)[:40]!r}")
