@@ -59,6 +59,13 @@ def test_the_root_directory_keeps_its_mode_and_owner(shell: Shell, upper: Path, 
     assert (stat.S_IMODE(upper.stat().st_mode), upper.stat().st_uid, upper.stat().st_gid) == (0o711, 5, 6)
 
 
+def test_a_missing_working_directory_is_made_alike_by_all(shell: Shell, upper: Path) -> None:
+    assert shell("pwd", upper=upper, workdir="/new/work", user="ann").stdout == b"/new/work\n"
+    assert names(upper) == ["new", "new/work"]
+    for path in (upper / "new", upper / "new/work"):
+        assert (stat.S_IMODE(path.stat().st_mode), path.stat().st_uid, path.stat().st_gid) == (0o755, 0, 0)
+
+
 def test_a_directory_with_mount_points_is_copied_up_as_the_environment_has_it(
     shell: Shell, upper: Path, busybox_root: Path, top: Path
 ) -> None:

@@ -204,6 +204,7 @@ def test_failures_of_the_runtimes_are_told_apart(tmp_path: Path, message: str, c
     assert failure is not None
     assert (failure.code, failure.message) == (code, message)
     assert read_failure(log, 0) is None
+    assert read_failure(log, 7) is None
     assert read_failure(tmp_path / "none", 1) is None
 
 
