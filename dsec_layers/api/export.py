@@ -20,7 +20,7 @@ from dsec_layers.api.session import Session
 from dsec_layers.api.tarout import TarWriter
 from dsec_layers.api.view import OPAQUE, Entry, is_whiteout, walk
 from dsec_layers.digest import Buffer, Digest, sha256_digest
-from dsec_layers.erofs.tree import HOLE, Inode, Tree
+from dsec_layers.erofs.tree import BLOCK, HOLE, Inode, Tree
 from dsec_layers.erofs.writer import render
 from dsec_layers.errors import Conflict, UsageError
 from dsec_layers.fsio import publish
@@ -28,7 +28,7 @@ from dsec_layers.layers.descriptor import INDEX, MANIFEST
 from dsec_layers.layers.manifest import Layer, canonical_json
 from dsec_layers.registry.objects import load_config, load_layer, resolve
 
-__all__ = ["FORMATS", "Exported", "export", "flat_pieces"]
+__all__ = ["FORMATS", "Exported", "export", "flat_image", "flat_pieces"]
 
 FORMATS = ("tar", "erofs", "oci")
 _CONFIG = "application/vnd.oci.image.config.v1+json"
@@ -104,20 +104,26 @@ def _export_erofs(session: Session, text: str, stream: Any) -> None:
 
 def flat_pieces(session: Session, text: str) -> Iterator[Buffer]:
     """The flat EROFS image of a layer or of an environment's merged view: metadata, then every segment it uses."""
-    digest, found = resolve(session.store, text)
-    if isinstance(found, Layer):
-        layer = open_layer(session.store, digest)
-        yield layer.image
-        for index in range(len(layer.table)):
-            yield layer.segment(index)
-        return
-    image, segments = merged_image(open_view(session, text))
+    image, segments = flat_image(session, text)
     yield image
     for owner, index in segments:
         yield owner.segment(index)
 
 
-def merged_image(root: Entry) -> tuple[Buffer, list[tuple[LayerContent, int]]]:
+def flat_image(session: Session, text: str) -> tuple[Buffer, list[tuple[LayerContent, int]]]:
+    """The metadata of a flat image, and the segments that follow it in order.
+
+    It has no device table, so that every kernel with chunk-based files (Linux >= 5.15) mounts it; the images that layers are mounted by need 6.4 for that.
+    """
+    digest, found = resolve(session.store, text)
+    if not isinstance(found, Layer):
+        return _merged_image(open_view(session, text))
+    layer = open_layer(session.store, digest)
+    blocks = (layer.table["size"] // BLOCK).tolist()
+    return render(layer.tree, blocks, joined=True), [(layer, index) for index in range(len(blocks))]
+
+
+def _merged_image(root: Entry) -> tuple[Buffer, list[tuple[LayerContent, int]]]:
     """One metadata image of a merged view, and the segments that are its devices in order. The same segment in two layers is one device."""
     devices: dict[bytes, int] = {}
     segments: list[tuple[LayerContent, int]] = []
@@ -151,7 +157,7 @@ def merged_image(root: Entry) -> tuple[Buffer, list[tuple[LayerContent, int]]]:
             inode.children[name] = made_child = copy(child)
             if child.children is not None:
                 stack.append((child, made_child))
-    return render(tree, [int(layer.table[index]["size"]) // 4096 for layer, index in segments]), segments
+    return render(tree, [int(layer.table[index]["size"]) // BLOCK for layer, index in segments], joined=True), segments
 
 
 def _copy_inode(entry: Entry) -> Inode:

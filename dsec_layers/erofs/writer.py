@@ -28,6 +28,8 @@ from dsec_layers.errors import ImageError, LimitError
 
 __all__ = ["render"]
 
+_HOLE_INDEX = np.uint64(HOLE << 32)
+
 
 @dataclass(slots=True)
 class _Dirs:
@@ -82,8 +84,11 @@ def render(
     build_time: tuple[int, int] | None = None,
     uuid: bytes | None = None,
     volume_name: bytes = b"",
+    joined: bool = False,
 ) -> bytes:
     """The metadata image of ``tree``, whose extents lie on ``devices`` (block counts; the first is device 1).
+
+    ``joined``: the devices' blocks follow the image in the same file, and it knows of no devices.
 
     ``build_time`` (seconds, nanoseconds) is the superblock's; inodes that share it are stored in the short form. Default: the most common
     modification time of the tree. ``uuid`` (16 bytes) defaults to a digest of the image. Raises ImageError for a tree that makes no
@@ -95,17 +100,21 @@ def render(
     flat = flatten(tree)
     extents = np.asarray(tree.extents, np.uint64)
     indexes = _chunk_indexes(flat, extents, blocks_of)
-    layout = _measure(flat, len(devices), build_time)
+    listed = blocks_of[:0] if joined else blocks_of
+    layout = _measure(flat, len(listed), build_time)
     if layout.blocks + int(blocks_of.sum()) > fmt.MAX_BLOCKS:
         raise LimitError(f"{layout.blocks + int(blocks_of.sum())} blocks in image and segments; the limit is {fmt.MAX_BLOCKS}")
+    if joined:
+        indexes = _joined(indexes, layout.blocks + np.cumsum(blocks_of) - blocks_of)
     image = bytearray(layout.blocks * BLOCK)
     _render_inodes(image, flat, layout)
     _render_xattrs(image, layout)
     _render_chunks(image, flat, layout, indexes)
     _render_data(image, flat, layout)
     _render_dirs(image, flat, layout)
-    _render_devices(image, layout, blocks_of)
-    _render_super(image, flat, layout, len(devices), uuid, volume_name)
+    _render_devices(image, layout, listed)
+    total = layout.blocks + (int(blocks_of.sum()) if joined else 0)
+    _render_super(image, flat, layout, total, len(listed), uuid, volume_name)
     return bytes(image)
 
 
@@ -134,6 +143,15 @@ def _chunk_indexes(flat: Flat, extents: np.typing.NDArray[np.uint64], blocks_of:
         path = show_path(find_path(flat.root, inode))
         raise ImageError(f"{path}: an extent of {need[at]} blocks at block {block[at]} of device {device[at]}, which is not there")
     return (mine >> np.uint64(32) << np.uint64(16)) | (mine << np.uint64(32))
+
+
+def _joined(indexes: np.typing.NDArray[np.uint64], starts: Ints) -> np.typing.NDArray[np.uint64]:
+    """Chunk indexes with addresses in the one file in place of devices, which start at blocks ``starts``. Holes stay."""
+    device = (indexes >> np.uint64(16) & np.uint64(0xFFFF)).astype(np.int64)
+    block = (indexes >> np.uint64(32)).astype(np.int64)
+    hole = indexes == _HOLE_INDEX
+    places = block + (starts[np.where(hole, 1, device) - 1] if len(starts) else 0)
+    return np.where(hole, indexes, places.astype(np.uint64) << np.uint64(32))
 
 
 # --- measure -----------------------------------------------------------------------------------------------------------------------------------
@@ -324,7 +342,7 @@ def _render_devices(image: bytearray, layout: _Layout, blocks_of: Ints) -> None:
     image[at : at + slots.nbytes] = slots.tobytes()
 
 
-def _render_super(image: bytearray, flat: Flat, layout: _Layout, devices: int, uuid: bytes | None, volume_name: bytes) -> None:
+def _render_super(image: bytearray, flat: Flat, layout: _Layout, blocks: int, devices: int, uuid: bytes | None, volume_name: bytes) -> None:
     block = np.zeros(1, fmt.SUPER_BLOCK)
     block["magic"] = fmt.SUPER_MAGIC
     block["feature_compat"] = fmt.FEATURE_COMPAT_SB_CHKSUM | fmt.FEATURE_COMPAT_MTIME
@@ -332,7 +350,7 @@ def _render_super(image: bytearray, flat: Flat, layout: _Layout, devices: int, u
     block["root_nid"] = int(layout.pos[0]) - layout.meta_blkaddr * BLOCK >> fmt.ISLOT_BITS
     block["inos"] = len(flat.inodes)
     block["build_time"], block["build_time_nsec"] = layout.build_time
-    block["blocks"] = layout.blocks
+    block["blocks"] = blocks
     block["meta_blkaddr"] = layout.meta_blkaddr
     block["xattr_blkaddr"] = layout.xattr_at // BLOCK
     block["volume_name"] = volume_name

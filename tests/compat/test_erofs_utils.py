@@ -75,6 +75,18 @@ def test_fsck_extracts_what_went_in(tmp_path: Path) -> None:
     assert diff(snapshot_dir(source), snapshot_dir(tmp_path / "out"), ignore=("xattrs", "nlink", "names")) == []
 
 
+def test_fsck_extracts_a_joined_image_without_devices(tmp_path: Path) -> None:
+    source = make_source(tmp_path / "source")
+    if version() < (1, 8):
+        (source / "below").chmod(0o755)
+        (source / "sparse").unlink()
+    tree, segments = pack_directory(source, inline=200)
+    image = render(tree, [len(segment) // 4096 for segment in segments], joined=True)
+    path, _ = save(tmp_path, image + b"".join(segments), [])
+    run([tool("fsck.erofs"), f"--extract={tmp_path / 'out'}", path])
+    assert diff(snapshot_dir(source), snapshot_dir(tmp_path / "out"), ignore=("xattrs", "nlink", "names")) == []
+
+
 def test_dump_reads_our_superblock_and_inodes(tmp_path: Path) -> None:
     tree, devices = SAMPLES["everything"]()
     image = render(tree, devices)

@@ -41,13 +41,13 @@ def mounted(folder: Path, image: bytes, segments: list[bytes], *, flat: bool = F
         umount(target)
 
 
-@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("view", ["devices", "flat", "joined"])
 @pytest.mark.parametrize("inline", [0, 4095])
-def test_a_real_directory_comes_back_through_the_kernel(tmp_path: Path, flat: bool, inline: int) -> None:
+def test_a_real_directory_comes_back_through_the_kernel(tmp_path: Path, view: str, inline: int) -> None:
     source = make_source(tmp_path / "source")
     tree, segments = pack_directory(source, inline=inline)
-    image = render(tree, [len(segment) // 4096 for segment in segments])
-    with mounted(tmp_path, image, segments, flat=flat) as target:
+    image = render(tree, [len(segment) // 4096 for segment in segments], joined=view == "joined")
+    with mounted(tmp_path, image, segments, flat=view != "devices") as target:
         assert diff(snapshot_dir(source), snapshot_dir(target)) == []
         with (target / "sparse").open("rb") as stream:
             assert os.lseek(stream.fileno(), 0, os.SEEK_DATA) == 1 << 20

@@ -39,6 +39,19 @@ def test_the_device_table_gives_unified_addresses_behind_the_image() -> None:
     assert [(device.blocks, device.mapped_blkaddr) for device in image.devices] == [(3, blocks), (1, blocks + 3), (7, blocks + 4)]
 
 
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_joined_image_has_no_devices_and_the_data_behind_it(name: str) -> None:
+    tree, devices = SAMPLES[name]()
+    data = render(tree, devices, joined=True)
+    image = Image(data + bytes(4096 * sum(devices)))
+    blocks = len(data) // 4096
+    assert (image.devices, image.superblock.blocks) == ((), blocks + sum(devices))
+    assert not image.superblock.feature_incompat & fmt.FEATURE_INCOMPAT_DEVICE_TABLE
+    starts = [0, *(blocks + sum(devices[:number]) for number in range(len(devices)))]
+    wanted = Image(render(tree, devices)).tree().extents
+    assert image.tree().extents.tolist() == [e if e == HOLE else starts[e >> 32] + (e & 0xFFFFFFFF) for e in wanted]
+
+
 def test_the_identity_comes_from_the_content_unless_given() -> None:
     tree, devices = SAMPLES["everything"]()
     one = Image(render(tree, devices)).superblock
