@@ -55,7 +55,7 @@ class Held:
 
 @dataclass(slots=True)
 class ForeignSegment:
-    """A segment of another layer and what this layer uses of it; ``number`` is 0 until it has repaid itself."""
+    """A segment of another layer and what this layer uses of it, in bytes of whole blocks; ``number`` is 0 until it has repaid itself."""
 
     at: SegmentAt
     number: int = 0
@@ -117,7 +117,7 @@ class ForeignChunks:
             return segment
         held = self._held[digest] = Held(digest, at, bytes(data), [slot])
         self._bytes += at.size
-        segment.used += at.size
+        segment.used += (at.size + BLOCK - 1) & -BLOCK
         segment.held.append(held)
         return segment
 

@@ -89,7 +89,7 @@ class BlobOutput:
         self._changed = threading.Condition()
         self._free: list[SegmentBuffer] = []
         self._in_flight = 0
-        self._most = 2 * workers + 1
+        self._most = 3 * workers + 2  # so that a slow segment at the head of the line does not stop the others
         self._bytes_in_flight = 0
         self._error: BaseException | None = None
         self._abandoned = False

@@ -28,7 +28,7 @@ from dsec_layers.layers.tables import MAX_SEGMENTS, Table
 
 __all__ = ["INLINE", "PackSink", "PackSums"]
 
-INLINE: Final = 512
+INLINE: Final = 128
 """Files of at most this many bytes are stored in the metadata (ADR 0011)."""
 
 WINDOW: Final = 1 << 20

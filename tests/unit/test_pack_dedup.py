@@ -119,6 +119,14 @@ def test_a_small_segment_repays_itself_by_a_quarter(catalog: Catalog) -> None:
     assert pack(store, {"f0": noise(0, 4096), "f5": noise(5, 4096)}, catalog=catalog).foreign_segments == 1
 
 
+def test_a_segment_of_tiny_files_repays_itself_by_its_blocks(catalog: Catalog) -> None:
+    store = MemoryStore()
+    tiny = {f"f{nth}": noise(nth, 200) for nth in range(300)}
+    pack(store, tiny, catalog=catalog)
+    again = pack(store, tiny | {"new": noise(1000, 5000)}, catalog=catalog)
+    assert again.unique == 5000 and again.against == 300 * 200
+
+
 def test_what_is_held_is_bounded_and_stored_in_the_end(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     files = {f"f{nth}": noise(nth, 60_000) for nth in range(400)}
