@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from uuid import uuid4
 
 from dsec_layers.api.diskfrom import content
@@ -53,7 +53,7 @@ FORMATS: Final = ("zfile", "zfile-zstd", "lsmt")
 """How a commit packs its layer: LZ4 blocks of 4 KiB, Zstandard blocks of 16 KiB, or plain."""
 
 _BUILDER: Final = f"dsec-layers {version('dsec-layers')}"
-_PACKINGS: Final = {
+PACKINGS: Final = {
     "zfile": ZFileOptions(),
     "zfile-zstd": ZFileOptions(Algorithm.ZSTD, 16384),
     "lsmt": None,
@@ -235,16 +235,24 @@ def commit(session: Session, path: str | Path, name: str, *, format: str = "zfil
     path = Path(path)
     with owner_of(path) as owner:
         state = owner.snapshot()
-        layers, size = _below(session, state.parent)
-        added = 0
+        layers, size = below(session, state.parent)
+        new: tuple[DiskLayer, ...] = ()
         if state.frozen or size != state.virtual_size:
-            layer = _seal(session, path, state, layers, format, fs_type)
-            layers, added = (*layers, layer), layer.blob.size + layer.pieces.size
-        config = DiskConfig(state.virtual_size, name, {"format": format}, _BUILDER)
-        digest = publish_disk(session.store, layers, config)
-        set_tag(session.store, name, digest)
-        owner.rebase(state.parent, Parent(session.store.url, digest), state.frozen)
-    return Sealed(name, digest, len(layers), state.virtual_size, added)
+            new = (_seal(session, path, state, layers, format, fs_type),)
+            layers = (*layers, *new)
+        made = publish_as(session, name, layers, state.virtual_size, {"format": format}, new)
+        owner.rebase(state.parent, Parent(session.store.url, made.digest), state.frozen)
+    return made
+
+
+def publish_as(
+    session: Session, name: str, layers: Sequence[DiskLayer], size: int, recipe: Mapping[str, Any], new: Sequence[DiskLayer]
+) -> Sealed:
+    """Publish a disk made of layers that are in the store, and name it. ``new``: those that were put there for it."""
+    digest = publish_disk(session.store, layers, DiskConfig(size, name, recipe, _BUILDER))
+    set_tag(session.store, name, digest)
+    added = sum(layer.blob.size + layer.pieces.size for layer in new)
+    return Sealed(name, digest, len(layers), size, added)
 
 
 def find_disk(store: Store, text: str) -> tuple[Digest, DiskImage]:
@@ -279,20 +287,21 @@ def _no_parent(parent: Parent) -> StoredDisk:
 
 
 def _open_parent(session: Session, parent: Parent, opener: PieceOpener) -> StoredDisk:
-    store = _store_of(session, parent)
-    return StoredDisk(store, load_disk(store, parent.digest), opener)
+    store = store_of(session, parent)
+    return StoredDisk(store, load_disk(store, parent.digest).layers, opener)
 
 
-def _store_of(session: Session, parent: Parent) -> Store:
+def store_of(session: Session, parent: Parent) -> Store:
+    """The store that holds a sealed disk."""
     return session.store if parent.store == session.store.url else open_store(parent.store, create=False)
 
 
-def _below(session: Session, parent: Parent | None) -> tuple[tuple[DiskLayer, ...], int]:
+def below(session: Session, parent: Parent | None) -> tuple[tuple[DiskLayer, ...], int]:
     """The layers of the sealed disk below, which are in this session's store then, and its size in bytes; 0 for none."""
     if parent is None:
         return (), 0
     if parent.store != session.store.url:
-        copy_object(_store_of(session, parent), session.store, parent.digest, progress=session.progress)
+        copy_object(store_of(session, parent), session.store, parent.digest, progress=session.progress)
     image = load_disk(session.store, parent.digest)
     return image.layers, load_disk_config(session.store, image).virtual_size
 
@@ -300,7 +309,7 @@ def _below(session: Session, parent: Parent | None) -> tuple[tuple[DiskLayer, ..
 def _seal(session: Session, path: Path, state: DiskState, below: Sequence[DiskLayer], format: str, fs_type: str) -> DiskLayer:
     """One layer of a disk's frozen generations."""
     uuid = str(uuid4()).upper()
-    packing = Packing(uuid, below[-1].uuid if below else NIL_UUID, zfile=_PACKINGS[format], tar=True)
+    packing = Packing(uuid, below[-1].uuid if below else NIL_UUID, zfile=PACKINGS[format], tar=True)
     with GenerationReader(path, state.frozen) as reader:
         layers = reader.layers or [LsmtLayer(Header(Flags.UPPER_DATA), no_segments(), ())]
         layers[-1] = replace(layers[-1], header=replace(layers[-1].header, virtual_size=state.virtual_size))

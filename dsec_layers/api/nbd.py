@@ -11,6 +11,7 @@ from dsec_layers.api.content import LayerContent
 from dsec_layers.api.disks import opened, pieces
 from dsec_layers.api.export import flat_image
 from dsec_layers.api.session import Session
+from dsec_layers.cache.flat import PieceOpener
 from dsec_layers.cache.piece import Piece
 from dsec_layers.disks.attach import export_of
 from dsec_layers.disks.flat import FlatSource
@@ -22,7 +23,7 @@ from dsec_layers.layers.disk import DiskImage
 from dsec_layers.overlaybd import Disk
 from dsec_layers.registry.objects import resolve_any
 
-__all__ = ["Serving", "export", "run", "serve_ref"]
+__all__ = ["Serving", "export", "flat_source", "run", "serve_ref"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,10 @@ def export(session: Session, text: str, *, read_only: bool = False) -> Iterator[
     _, found = resolve_any(session.store, text)
     with pieces(session) as opener:
         if isinstance(found, DiskImage):
-            with StoredDisk(session.store, found, opener) as stored:
+            with StoredDisk(session.store, found.layers, opener) as stored:
                 yield Export(ReadOnlySource(Disk(stored.layers)), description=text, read_only=True, minimum_block=MINIMUM_BLOCK)
             return
-        image, segments = flat_image(session, text)
-        session.cache.mkdir(parents=True, exist_ok=True)
-        source = FlatSource(image, [_piece(session, *segment) for segment in segments], opener, session.cache)
+        source = flat_source(session, text, opener)
         try:
             yield Export(source, description=text, read_only=True)
         finally:
@@ -82,6 +81,13 @@ def run(session: Session, text: str, command: Sequence[str], *, read_only: bool 
     """
     with export(session, text, read_only=read_only) as made:
         return run_captive([made], command, env=environ, progress=session.progress)
+
+
+def flat_source(session: Session, text: str, opener: PieceOpener) -> FlatSource:
+    """The flat EROFS image of a layer or environment, read lazily. Close it."""
+    image, segments = flat_image(session, text)
+    session.cache.mkdir(parents=True, exist_ok=True)
+    return FlatSource(image, [_piece(session, *segment) for segment in segments], opener, session.cache)
 
 
 def _piece(session: Session, layer: LayerContent, index: int) -> Piece:

@@ -11,6 +11,7 @@ from dsec_layers.cli.common import REF, App, Command, app_options, pass_app
 from dsec_layers.cli.console import human_bytes
 from dsec_layers.cli.settings import source_date_epoch
 from dsec_layers.cli.values import parse_size
+from dsec_layers.errors import CorruptError, UsageError
 
 if TYPE_CHECKING:
     from dsec_layers.api.disks import DiskInfo, Sealed
@@ -146,6 +147,90 @@ def branch(app: App, ref: str, disks: tuple[Path, ...]) -> None:
             app.console.out(path)
 
     app.console.result(made, show)
+
+
+@command.command("merge", cls=Command, example="dsec-layers disk merge trajectory:step-7 --name tools-disk:2 --keep 1")
+@click.argument("ref", metavar="REF", type=REF)
+@click.option("--name", required=True, metavar="NAME:TAG", help="The new disk's name.")
+@click.option("--keep", default=0, type=click.IntRange(0), metavar="N", show_default=True, help="Leave the lowest N layers as they are.")
+@click.option("--format", "format_", type=FORMAT, default="zfile", show_default=True, help="How the new layer is packed.")
+@app_options
+@pass_app
+def merge(app: App, ref: str, name: str, keep: int, format_: str) -> None:
+    """Make one layer of the layers of the sealed disk REF. It reads the same, and opens faster."""
+    from dsec_layers.api.diskconvert import merge as make
+
+    made = make(app.session, ref, name, keep=keep, format=format_)
+    app.console.result(made, lambda: _show_sealed(app, made))
+
+
+@command.command("resize", cls=Command, example="dsec-layers disk resize ./vm1 --size 8G")
+@click.argument("disk", metavar="DISK", type=DISK)
+@click.option("--size", required=True, metavar="SIZE", help="The new size, such as 8G; not below the present one.")
+@app_options
+@pass_app
+def resize(app: App, disk: Path, size: str) -> None:
+    """Make DISK larger. It must not be attached; the guest then grows its file system (resize2fs)."""
+    from dsec_layers.api.diskconvert import resize as make
+
+    wanted = parse_size(size)
+    assert wanted is not None
+    found = make(disk, wanted)
+    app.console.result(found, lambda: _show(app, found))
+
+
+@command.command(
+    "convert",
+    cls=Command,
+    example="dsec-layers disk convert vm.qcow2 --name vm:1\ndsec-layers disk convert vm:1 -o vm.raw\ndsec-layers disk convert vm:1 --to oci -o vm-image",
+)
+@click.argument("source", metavar="SOURCE", type=REF)
+@click.option("--name", metavar="NAME:TAG", help="Publish it in the store under this name.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="Write it to this file or directory instead.")
+@click.option(
+    "--to", type=click.Choice(["raw", "qcow2", "overlaybd", "oci"]), default="raw", show_default=True, help="What --output is to be."
+)
+@click.option("--format", "format_", type=FORMAT, default="zfile", show_default=True, help="How new layers in the store are packed.")
+@click.option("--flatten", is_flag=True, help="With --name: make one layer, even where SOURCE has OverlayBD layers.")
+@app_options
+@pass_app
+def convert(app: App, source: str, name: str | None, output: Path | None, to: str, format_: str, flatten: bool) -> None:
+    """Turn one form of disk into another.
+
+    SOURCE is a DISK, a REF (a layer or environment gives its flat EROFS image), a raw or qcow2 file, an OverlayBD blob, a config.v1.json, or an OCI image layout
+    made by accelerated-container-image. An attached DISK is snapshotted.
+    """
+    from dsec_layers.api.diskconvert import convert as write
+    from dsec_layers.api.diskconvert import seal
+
+    if (name is None) == (output is None):
+        raise UsageError("give --name NAME:TAG or --output PATH")
+    if name is not None:
+        made = seal(app.session, source, name, format=format_, flatten=flatten)
+        app.console.result(made, lambda: _show_sealed(app, made))
+        return
+    assert output is not None
+    done = write(app.session, source, output, to=to)
+    app.console.result(done, lambda: app.console.out(f"{done.output}  {human_bytes(done.virtual_size)}, {human_bytes(done.bytes)} used"))
+
+
+@command.command("verify", cls=Command, example="dsec-layers disk verify ./vm1")
+@click.argument("disk", metavar="DISK", type=DISK)
+@app_options
+@pass_app
+def verify(app: App, disk: Path) -> int:
+    """Check DISK: its local generations open and fit together, and every byte of the sealed disk below matches its digest. Exit code 16 if not."""
+    from dsec_layers.api.diskconvert import verify as check
+
+    report = check(app.session, disk)
+
+    def show() -> None:
+        app.console.out(f"{'BAD' if report.problems else 'ok '}  {report.name}  ({report.blobs} blobs, every byte read)")
+        for problem in report.problems:
+            app.console.out(f"     {problem}")
+
+    app.console.result(report, show)
+    return CorruptError.exit_code if report.problems else 0
 
 
 def _commit(app: App, disk: Path, name: str, format_: str, fs_type: str) -> None:

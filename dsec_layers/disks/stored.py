@@ -44,14 +44,13 @@ _BLOCKS: Final = 64 << 20
 class StoredDisk:
     """An open sealed disk: its layers from bottom to top, read lazily through ``opener``. Close it, or use it as a context."""
 
-    def __init__(self, store: Store, image: DiskImage, opener: PieceOpener) -> None:
+    def __init__(self, store: Store, layers: Sequence[DiskLayer], opener: PieceOpener) -> None:
         cache = BlockCache(_BLOCKS)
-        self.image = image
         self.layers: list[LsmtLayer] = []
         self._pieces = OpenPieces(opener)
         try:
-            with ThreadPoolExecutor(min(_OPENERS, len(image.layers)), thread_name_prefix="open-disk") as pool:
-                self.layers += pool.map(lambda layer: open_layer(self._source(store, layer), cache=cache), image.layers)
+            with ThreadPoolExecutor(min(_OPENERS, len(layers)), thread_name_prefix="open-disk") as pool:
+                self.layers += pool.map(lambda layer: open_layer(self._source(store, layer), cache=cache), layers)
         except BaseException:
             self.close()
             raise
