@@ -25,6 +25,12 @@ _MAX_LOG: Final = 1 << 20
 _FAILED: Final = (1, 125, 126, 127, 255)
 """How runtimes exit when they fail themselves. An error they log beside another code is about the clean-up after the command."""
 
+_COMMAND: Final = (
+    *("exec:", "exec user process", "exec container process"),
+    *("executable file", "open executable", "is not executable", "is not a regular file"),
+)
+"""What runc 1.1 and crun 1.8 and 1.21 say when the fault is the command's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
@@ -86,13 +92,7 @@ def read_failure(log: Path, code: int) -> Failure | None:
         return None
     message = messages[-1]
     lowered = message.lower()
-    if (
-        "executable file" in lowered
-        or "exec:" in lowered
-        or "exec user process" in lowered
-        or "open executable" in lowered
-        or "exec container process" in lowered
-    ):
+    if any(phrase in lowered for phrase in _COMMAND):
         missing = "not found" in lowered or "no such file" in lowered
         return Failure(127 if missing else 126, message)
     return Failure(125, message)

@@ -191,6 +191,8 @@ def test_swap_is_limited_where_it_can_be(tmp_path: Path) -> None:
         ('runc run failed: unable to start container process: exec: "/etc": permission denied', 126),
         ("executable file `/nope` not found in $PATH: No such file or directory", 127),
         ("open executable: Permission denied", 126),
+        ("the path `/etc` is not a regular file: Operation not permitted", 126),
+        ("the path `/etc/passwd` exists but it is not executable: Operation not permitted", 126),
         ("exec container process `/x`: Exec format error", 126),
         ("cgroups in hybrid mode not supported, drop all controllers from cgroupv2", 125),
     ],
