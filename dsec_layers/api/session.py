@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from dsec_layers.digest import sha256_digest
+from dsec_layers.errors import HostError
 from dsec_layers.progress import SILENT, Progress
 from dsec_layers.store.base import Store
 from dsec_layers.store.open import open_store
@@ -50,6 +52,8 @@ class Session:
         """The mount daemon of this cache, started if need be."""
         from dsec_layers.fuse.host import open_host
 
+        if os.geteuid() != 0:
+            raise HostError("mounts and sandboxes need root", hint="sudo; build, import, inspect, verify and export work without")
         return open_host(self.cache)
 
     def close(self) -> None:
