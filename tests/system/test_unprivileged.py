@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,14 +34,14 @@ main(sys.argv[1:])
 
 
 @pytest.fixture
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = tmp_path_factory.mktemp("unprivileged")
-    for place in (base, base.parent, base.parent.parent):
-        place.chmod(0o755)
-    home = base / "home"
-    home.mkdir()
-    os.chown(home, NOBODY, NOBODY)
-    return home
+def home() -> Iterator[Path]:
+    """A home of nobody's, outside pytest's own directories: those are closed to others whenever a pytest starts."""
+    with tempfile.TemporaryDirectory(prefix="dsec-nobody-") as base:
+        Path(base).chmod(0o755)
+        home = Path(base) / "home"
+        home.mkdir()
+        os.chown(home, NOBODY, NOBODY)
+        yield home
 
 
 def as_nobody(home: Path, *argv: str | Path, code: int = 0) -> Completed:
