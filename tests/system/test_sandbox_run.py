@@ -264,3 +264,51 @@ def test_the_runtime_is_chosen_once_a_boot(busybox_root: Path, state: Path) -> N
 def test_a_layer_that_is_not_there_is_an_error_of_ours(busybox_root: Path, state: Path, tmp_path: Path) -> None:
     with pytest.raises((HostError, OSError)):
         run(RunSpec(("/bin/true",)), [tmp_path / "nowhere"], state=state)
+
+
+SYSCALLS = """
+import ctypes, errno
+libc = ctypes.CDLL(None, use_errno=True)
+calls = {"bpf": 321, "keyctl": 250, "userfaultfd": 323, "perf_event_open": 298, "open_by_handle_at": 304, "io_uring_setup": 425, "fanotify_init": 300,
+         "setns": 308, "kexec_load": 246, "init_module": 175, "move_mount": 429, "reboot": 169, "quotactl": 179, "clone3": 435}
+for name, number in calls.items():
+    ctypes.set_errno(0)
+    libc.syscall(ctypes.c_long(number), 0, 0, 0, 0, 0)
+    print(name, errno.errorcode.get(ctypes.get_errno(), "done"))
+libc.syscall(ctypes.c_long(56), ctypes.c_long(0x10000000 | 17), 0, 0, 0, 0)
+print("clone", errno.errorcode.get(ctypes.get_errno()))
+import socket
+try:
+    socket.socket(socket.AF_ALG)
+except OSError as error:
+    print("AF_ALG", errno.errorcode[error.errno])
+import threading
+thread = threading.Thread(target=print, args=("thread runs",))
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the test knows the call numbers of x86-64 only")
+def test_dangerous_system_calls_are_refused(state: Path, tmp_path: Path, runtime: Runtime) -> None:
+    """With the host's own Python, from a root made of the host's /usr. Threads still work: the C library falls back from clone3 to clone."""
+    root = tmp_path / "root"
+    root.mkdir()
+    binds = []
+    for name in ("bin", "lib", "lib64", "usr"):
+        path = Path("/") / name
+        if path.is_symlink():
+            (root / name).symlink_to(path.readlink())
+        elif path.is_dir():
+            binds.append(Bind(path, str(path)))
+    out, err = Collector(), Collector()
+    spec = RunSpec(("/usr/bin/python3", "-I", "-c", SYSCALLS), binds=tuple(binds))
+    with Sandbox(spec, [root], state=state, stdout=out.fd, stderr=err.fd, runtime=runtime) as box:
+        outcome = box.wait(60)
+    lines = out.finish().decode().splitlines()
+    assert (outcome.code, err.finish()) == (0, b"")
+    answers = dict(line.rsplit(" ", 1) for line in lines)
+    assert answers.pop("clone3") == "ENOSYS"
+    assert answers.pop("thread") == "runs"
+    assert set(answers.values()) == {"EPERM"}, answers
+    assert len(answers) == 15

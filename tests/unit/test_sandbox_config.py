@@ -16,6 +16,7 @@ from dsec_layers.sandbox.config import CAPABILITIES, Identity, Mountpoint, oci_c
 from dsec_layers.sandbox.hostnet import find_ca_bundle, lend, proxy_variables
 from dsec_layers.sandbox.runtime import Runtime, choose_runtime, read_failure
 from dsec_layers.sandbox.seccomp import seccomp_profile
+from dsec_layers.sandbox.variables import merge_variables
 
 V1 = CgroupHost({"memory": Path("/sys/fs/cgroup/memory")}, None)
 
@@ -252,3 +253,13 @@ def test_nothing_is_lent_without_the_hosts_network(tmp_path: Path) -> None:
     assert loan.env == {}
     assert sorted(item.target for item in loan.binds) == ["/etc/hostname", "/etc/hosts"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hostname", "hosts"]
+
+
+def test_variables_of_layers_are_joined() -> None:
+    layers: list[dict[str, str]] = [{"A": "1", "B": "base"}, {"B": "top", "PATH": "/opt/one/bin"}, {"PATH": "/opt/two/bin:/opt/one/bin"}]
+    assert merge_variables(layers) == {
+        "A": "1",
+        "B": "top",
+        "PATH": "/opt/two/bin:/opt/one/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    }
+    assert merge_variables([]) == {}
