@@ -19,8 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from dsec_layers.cache.directory import lock
+from dsec_layers.cache.directory import CacheView, lock
 from dsec_layers.cache.piece import Piece
+from dsec_layers.cache.segments import open_present
 from dsec_layers.digest import Digest
 from dsec_layers.errors import Conflict, DsecError, HostError
 from dsec_layers.fuse import control
@@ -123,6 +124,7 @@ class Host:
     def __init__(self, cache: Path, options: Sequence[str] = ()) -> None:
         self.cache = Path(os.path.abspath(cache))  # noqa: PTH100 - the daemon sees the same path
         self.warnings: tuple[str, ...] = ()
+        self._view = CacheView(self.cache)
         self._options = tuple(options)
         self._lock = threading.Lock()
         self._channel: socket.socket | None = None
@@ -224,8 +226,8 @@ class Host:
         return fds[0]
 
     def open_present(self, piece: Piece) -> int | None:
-        """As ``open``, but None if only the daemon can say whether the segment is here and right."""
-        return None
+        """As ``open``, but None if the segment is absent or suspect. Does not ask the daemon."""
+        return open_present(self._view, piece)
 
     def close(self) -> None:
         """Close the connection. The daemon and its mounts stay."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from dsec_layers.cache.directory import CacheDirectory
 from dsec_layers.cache.metadata import LayerFiles, files_of, layer_files, local_layer_files
@@ -33,8 +33,15 @@ _log = logging.getLogger(__name__)
 
 _MOST_SOURCES: Final = 4
 
-Mounter = Callable[[LayerFiles, Path], None]
-"""Mounts a layer's image at a directory by one driver."""
+
+class Mounter(Protocol):
+    """One driver."""
+
+    def mount(self, files: LayerFiles, target: Path) -> None:
+        """Mount a layer at a directory."""
+
+    def check(self) -> None:
+        """Detach the mounts of this driver that cannot be read any more, if there are any."""
 
 
 class Stores:
@@ -195,12 +202,13 @@ class LayerMounts:
             layer.files = layer_files(self._directory, use.store, use.digest, self._stores.get, self._cache.fetcher.limits)
         self._files[use.digest] = layer.files
         try:
+            self._mounters[use.driver].check()
             layer.path.mkdir(mode=0o755, exist_ok=True)
             if (
                 layer.path.stat().st_dev == self._device
             ):  # else mounted by an earlier use, or by a worker that was killed before it could note it
                 self._records.remember(use.digest, use.store)
-                self._mounters[use.driver](layer.files, layer.path)
+                self._mounters[use.driver].mount(layer.files, layer.path)
             layer.mounted = True
         except OSError as error:
             raise map_os_error(error, str(layer.path)) from error

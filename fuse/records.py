@@ -16,7 +16,7 @@ from typing import Any, Final
 from dsec_layers.digest import Digest
 from dsec_layers.linux.process import is_alive
 
-__all__ = ["Holder", "LayerUse", "LeaseRecord", "MountRecord", "Records"]
+__all__ = ["Holder", "LayerUse", "LeaseRecord", "MountRecord", "Records", "source_of"]
 
 _log = logging.getLogger(__name__)
 _FOLDERS: Final = ("leases", "mounts", "known")
@@ -159,3 +159,13 @@ class Records:
         if path.suffix != ".tmp":
             _log.warning("%s is no record; removed", path)
         path.unlink(missing_ok=True)
+
+
+def source_of(state: Path, digest: Digest) -> str | None:
+    """The store URL of a layer that was mounted from the cache whose state/ this is; for any process."""
+    try:
+        value = json.loads((state / "known" / f"{digest.removeprefix('sha256:')}.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    store = value.get("store") if isinstance(value, dict) else None
+    return store if isinstance(store, str) else None

@@ -24,9 +24,11 @@ from dsec_layers.cache.directory import CacheDirectory, note_holder
 from dsec_layers.cache.fetch import Fetcher, Limits
 from dsec_layers.cache.metadata import LayerFiles
 from dsec_layers.cache.segments import SegmentCache
+from dsec_layers.cache.stock import Stock
 from dsec_layers.errors import DsecError, HostError
 from dsec_layers.fuse.aftermath import remember_holes, warnings_of
 from dsec_layers.fuse.events import EventServer
+from dsec_layers.fuse.flatmount import FlatMounter
 from dsec_layers.fuse.keeper import EXIT_PARKED, EXIT_STOPPED, Hand, become_keeper, notify
 from dsec_layers.fuse.layers import LayerMounts, Mounter, Stores
 from dsec_layers.fuse.manager import Manager
@@ -82,9 +84,13 @@ class _Worker:
         self._fetcher = Fetcher(stores.get, Limits(fetches=options.fetches, deadline=options.deadline))
         holes = spec["group"] >= 0 and (options.holes or not fails_closed(self._directory))
         remember_holes(self._directory, holes)
-        self._cache = SegmentCache(self._directory, self._fetcher, holes=holes)
+        self._stock = Stock(self._directory) if spec["group"] >= 0 and not holes else None
+        self._cache = SegmentCache(self._directory, self._fetcher, holes=holes, stock=self._stock)
         records = Records(self._directory.state, self._directory.boot)
-        mounters: dict[str, Mounter] = {} if spec["group"] < 0 else {"fanotify": self._mount_devices}
+        self._flat = FlatMounter(self._directory.root)
+        mounters: dict[str, Mounter] = {"fuse": self._flat}
+        if spec["group"] >= 0:
+            mounters["fanotify"] = _DeviceMounter(self._cache, options.direct)
         self._layers = LayerMounts(self._directory, self._cache, stores, records, mounters, linger=options.linger)
         self._manager = Manager(self._directory, self._cache, stores, records, self._layers)
         self._events: EventServer | None = None
@@ -142,6 +148,8 @@ class _Worker:
         return self._options.idle > 0 and self._service.end_if_quiet(self._options.idle, self._manager.is_idle)
 
     def _end(self) -> int:
+        if self._stock is not None:
+            self._stock.close()
         if not self._manager.is_idle():
             try:
                 self._layers.sweep(now=True)
@@ -155,6 +163,7 @@ class _Worker:
             return EXIT_PARKED
         if self._events is not None:
             self._events.stop()
+        self._flat.stop()
         self._fetcher.close()
         self._directory.end()
         _log.info("ended")
@@ -179,13 +188,23 @@ class _Worker:
             raise HostError(unusable["message"], hint=unusable["hint"])
         return driver or "fuse"
 
-    def _mount_devices(self, files: LayerFiles, target: Path) -> None:
-        """The fanotify driver: the metadata image, and one file of the cache for each segment."""
+
+class _DeviceMounter:
+    """The fanotify driver: the metadata image, and one file of the cache for each segment."""
+
+    def __init__(self, cache: SegmentCache, direct: bool) -> None:
+        self._cache = cache
+        self._flags = ("directio",) if direct else ()
+
+    def mount(self, files: LayerFiles, target: Path) -> None:
         if files.layer.compressed:
             mount_erofs(files.image, target)
             return
         with self._cache.devices(files.names, files.sizes) as devices:
-            mount_erofs(files.image, target, devices, ("directio",) if self._options.direct else ())
+            mount_erofs(files.image, target, devices, self._flags)
+
+    def check(self) -> None:
+        """Whoever serves the files, the mounts stay good."""
 
 
 def _open_log(path: Path) -> None:

@@ -15,28 +15,39 @@ import threading
 from dsec_layers.digest import Buffer
 from dsec_layers.fsio import pread_exact, pwrite_all
 
-__all__ = ["read_whole", "write_whole"]
+__all__ = ["aligned_buffer", "read_whole", "write_whole"]
 
 _KEPT = 2 << 20
 _ALIGNMENT = 4096
 
 
 class _Local(threading.local):
-    buffer: mmap.mmap | None = None
+    buffer: memoryview | None = None
 
 
 _local = _Local()
 
 
+def aligned_buffer(size: int) -> memoryview:
+    """A page-aligned buffer of at least ``size`` bytes. It is this thread's own: whoever asks again in the same thread may get the same memory."""
+    buffer = _local.buffer
+    if buffer is not None and len(buffer) >= size:
+        return buffer
+    buffer = memoryview(mmap.mmap(-1, max(size, _KEPT)))
+    if size <= _KEPT:
+        _local.buffer = buffer
+    return buffer
+
+
 def write_whole(fd: int, data: Buffer) -> None:
-    """Write ``data`` as the content of a file from offset 0. Raises OSError; the file may then hold a part of it."""
+    """Write ``data`` as the content of a file from offset 0; a part of an ``aligned_buffer`` without copying it.
+
+    Raises OSError; the file may then hold a part of it.
+    """
     size = len(data)
     if size % _ALIGNMENT == 0 and _set_direct(fd, True):
-        buffer = _aligned(size)
-        buffer[:size] = data
         try:
-            with memoryview(buffer) as view:
-                pwrite_all(fd, view[:size], 0)
+            pwrite_all(fd, _as_aligned(data), 0)
             return
         except OSError as error:
             if error.errno != errno.EINVAL:  # EINVAL: the file system or the disk wants another alignment
@@ -50,11 +61,9 @@ def read_whole(fd: int, size: int) -> bytes:
     """The first ``size`` bytes of a file. Raises EOFError if it is shorter, OSError."""
     if size % _ALIGNMENT == 0 and _set_direct(fd, True):
         try:
-            buffer = _aligned(size)
-            with memoryview(buffer) as view:
-                got = os.preadv(fd, [view[:size]], 0)
-                if got == size:
-                    return bytes(view[:size])
+            view = aligned_buffer(size)[:size]
+            if os.preadv(fd, [view], 0) == size:
+                return bytes(view)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -63,15 +72,13 @@ def read_whole(fd: int, size: int) -> bytes:
     return pread_exact(fd, size, 0)
 
 
-def _aligned(size: int) -> mmap.mmap:
-    """A page-aligned buffer of this thread, at least ``size`` bytes."""
-    buffer = _local.buffer
-    if buffer is not None and len(buffer) >= size:
-        return buffer
-    buffer = mmap.mmap(-1, max(size, _KEPT))
-    if size <= _KEPT:
-        _local.buffer = buffer
-    return buffer
+def _as_aligned(data: Buffer) -> memoryview:
+    """``data`` itself if it begins at a page, as a part of an aligned buffer does, else a copy that does."""
+    if isinstance(data, memoryview) and isinstance(data.obj, mmap.mmap):
+        return data
+    view = aligned_buffer(len(data))[: len(data)]
+    view[:] = data
+    return view
 
 
 def _set_direct(fd: int, on: bool) -> bool:

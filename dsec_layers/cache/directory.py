@@ -5,6 +5,7 @@
     absent/HEX      a segment that is not here; empty (or, where the kernel needs it, a hole of the right size). Watched by the daemon
     present/HEX     a complete segment, verified when it was written
     staging/        segments being written for readers outside the kernel, before they are renamed into present/
+    stock/          empty files, to become absent segments
     metadata/       metadata images, segment tables and manifests of layers
     images/         whole images of layers in the compressed layout
     layers/         mount points, one a layer
@@ -33,9 +34,9 @@ from dsec_layers.errors import Conflict, DsecError, StoreError
 from dsec_layers.fsio import map_os_error, write_atomic
 from dsec_layers.linux.process import boot_id, sync_file_system
 
-__all__ = ["CacheDirectory", "lock", "note_holder", "stamp_of"]
+__all__ = ["CacheDirectory", "CacheView", "lock", "note_holder", "stamp_of"]
 
-FOLDERS: Final = ("absent", "present", "staging", "metadata", "images", "layers", "state")
+FOLDERS: Final = ("absent", "present", "staging", "stock", "metadata", "images", "layers", "state")
 _MAX_BOOTS: Final = 64
 
 
@@ -44,32 +45,50 @@ def stamp_of(boot: str) -> int:
     return (10**9 + int.from_bytes(hashlib.sha256(boot.encode()).digest()[:6], "big") % (4 * 10**8)) * 10**9
 
 
-class CacheDirectory:
-    """The directory, locked by this process. Use as a context; raises Conflict if somebody else holds it.
+class CacheView:
+    """The places of a cache, for whoever only looks: the one who may change things is ``CacheDirectory``."""
 
-    ``absent_fd``, ``present_fd``, ``staging_fd`` are descriptors of those folders, so that the many small operations in them resolve no paths.
-    """
-
-    def __init__(self, root: Path, *, lock_fd: int | None = None) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = Path(os.path.abspath(root))  # noqa: PTH100 - links in the user's path stay
-        self.absent, self.present, self.staging, self.metadata, self.images, self.layers, self.state = (
+        self.absent, self.present, self.staging, self.stock, self.metadata, self.images, self.layers, self.state = (
             self.root / name for name in FOLDERS
         )
         self.boot = boot_id()
         self.stamp = stamp_of(self.boot)
+        self._trusted = {self.stamp, *map(stamp_of, self._read_boots())}
+
+    def is_trusted(self, status: os.stat_result, size: int) -> bool:
+        """Whether a file with this ``status`` is a complete segment of ``size`` bytes that need not be hashed again."""
+        return status.st_size == size and status.st_mtime_ns in self._trusted and stat.S_ISREG(status.st_mode)
+
+    def _read_boots(self) -> list[str]:
+        """The boots that ended well."""
+        try:
+            value: Any = json.loads((self.state / "boots.json").read_bytes())
+        except (OSError, ValueError):
+            return []  # gone or junk: every segment of an earlier boot is suspect, which is always right
+        return [boot for boot in value if isinstance(boot, str)] if isinstance(value, list) else []
+
+
+class CacheDirectory(CacheView):
+    """The directory, locked by this process. Use as a context; raises Conflict if somebody else holds it.
+
+    ``absent_fd``, ``present_fd``, ``staging_fd``, ``stock_fd`` are descriptors of those folders, so that the many small operations in them resolve no paths.
+    """
+
+    def __init__(self, root: Path, *, lock_fd: int | None = None) -> None:
+        super().__init__(root)
         try:
             self.root.mkdir(mode=0o755, parents=True, exist_ok=True)
             self._lock_fd = lock_fd if lock_fd is not None else lock(self.root)
             for name in FOLDERS:
                 (self.root / name).mkdir(mode=0o700, exist_ok=True)
-            self.absent_fd, self.present_fd, self.staging_fd = map(_open_folder, (self.absent, self.present, self.staging))
-            self._trusted = {self.stamp, *self._begin()}
+            self.absent_fd, self.present_fd, self.staging_fd, self.stock_fd = map(
+                _open_folder, (self.absent, self.present, self.staging, self.stock)
+            )
+            self._begin()
         except OSError as error:
             raise map_os_error(error, f"cache {self.root}") from error
-
-    def is_trusted(self, status: os.stat_result, size: int) -> bool:
-        """Whether a file with this ``status`` is a complete segment of ``size`` bytes that need not be hashed again."""
-        return status.st_size == size and status.st_mtime_ns in self._trusted and stat.S_ISREG(status.st_mode)
 
     def set_stamp(self, fd: int) -> None:
         """Mark an open file as verified in this boot."""
@@ -87,7 +106,7 @@ class CacheDirectory:
 
     def close(self) -> None:
         """Let go of the lock."""
-        for fd in (self.absent_fd, self.present_fd, self.staging_fd, self._lock_fd):
+        for fd in (self.absent_fd, self.present_fd, self.staging_fd, self.stock_fd, self._lock_fd):
             os.close(fd)
 
     def __enter__(self) -> Self:
@@ -96,25 +115,16 @@ class CacheDirectory:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begin(self) -> set[int]:
-        """Take back what ``end`` recorded for this boot, as writing goes on; returns the stamps of the other boots that ended well."""
+    def _begin(self) -> None:
+        """Take back what ``end`` recorded for this boot, as writing goes on, and remove what was being written."""
         boots = self._read_boots()
         if self.boot in boots:
-            boots.remove(self.boot)
-            self._write_boots(boots)
+            self._write_boots([boot for boot in boots if boot != self.boot])
         for name in os.listdir(self.staging_fd):  # noqa: PTH208 - a descriptor
             os.unlink(name, dir_fd=self.staging_fd)
-        return {stamp_of(boot) for boot in boots}
-
-    def _read_boots(self) -> list[str]:
-        try:
-            value: Any = json.loads((self.root / "state" / "boots.json").read_bytes())
-        except (OSError, ValueError):
-            return []  # gone or junk: every segment of an earlier boot is suspect, which is always right
-        return [boot for boot in value if isinstance(boot, str)] if isinstance(value, list) else []
 
     def _write_boots(self, boots: list[str]) -> None:
-        write_atomic(self.root / "state" / "boots.json", json.dumps(boots[-_MAX_BOOTS:]).encode(), mode=0o600)
+        write_atomic(self.state / "boots.json", json.dumps(boots[-_MAX_BOOTS:]).encode(), mode=0o600)
 
 
 def lock(root: Path) -> int:

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from dsec_layers.cache.directio import aligned_buffer
 from dsec_layers.cache.piece import Piece, fetch_piece
 from dsec_layers.digest import Buffer
 from dsec_layers.errors import CorruptError, DsecError, NotFound, StoreError
@@ -70,7 +71,7 @@ class Job:
     """One segment to be had.
 
     ``pieces``: where it can be had, best first. ``settle``: whether it is here after all (called before anything is fetched). ``keep``: make verified bytes
-    visible. ``done``: told the outcome once, in a fetcher thread or the timer's. ``end``: called once when neither of the others will be called again.
+    visible; the buffer is the thread's own and used again afterwards. ``done``: told the outcome once, in a fetcher thread or the timer's. ``end``: called once when neither of the others will be called again.
     """
 
     pieces: Sequence[Piece]
@@ -169,7 +170,7 @@ class Fetcher:
         job.attempts += 1
         with self._gate.hold(piece.stored + piece.size):
             try:
-                data = fetch_piece(self._opener(piece.store), piece)
+                data = fetch_piece(self._opener(piece.store), piece, aligned_buffer(piece.size))
             except (CorruptError, NotFound) as error:
                 job.bad += 1
                 self.count(bad_answers=1)
@@ -237,7 +238,8 @@ class _Timer:
     def call_at(self, when: float, function: Callable[[], None]) -> None:
         with self._changed:
             heapq.heappush(self._queue, (when, next(self._order), function))
-            self._changed.notify()
+            if self._queue[0][2] is function:  # else the thread sleeps until something earlier
+                self._changed.notify()
 
     def close(self) -> None:
         """Call what is left now, then stop."""

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
 
-from dsec_layers.cache.directory import CacheDirectory
+from dsec_layers.cache.directory import CacheView
 from dsec_layers.cache.fetch import Limits
 from dsec_layers.cache.piece import Piece
 from dsec_layers.digest import Buffer, Digest, sha256_digest
@@ -86,7 +86,7 @@ class LayerFiles:
         )
 
 
-def layer_files(directory: CacheDirectory, url: str, digest: Digest, opener: Opener, limits: Limits) -> LayerFiles:
+def layer_files(directory: CacheView, url: str, digest: Digest, opener: Opener, limits: Limits) -> LayerFiles:
     """A layer's files, fetched and verified first as far as they are not here; retried within the limits' deadline.
 
     The store at ``url`` is opened only if something must be fetched. Raises NotFound, CorruptError, ImageError (right bytes, but not a layer), StoreError,
@@ -108,13 +108,13 @@ def layer_files(directory: CacheDirectory, url: str, digest: Digest, opener: Ope
     return LayerFiles(digest, url, layer, image, table)
 
 
-def local_layer_files(directory: CacheDirectory, url: str, digest: Digest) -> LayerFiles | None:
+def local_layer_files(directory: CacheView, url: str, digest: Digest) -> LayerFiles | None:
     """The layer's files if they are all here, else None. Asks no store."""
     layer = _local_manifest(directory, digest)
     return _local(directory, url, digest, layer) if isinstance(layer, Layer) else None
 
 
-def manifest(directory: CacheDirectory, url: str, digest: Digest, opener: Opener, limits: Limits) -> Layer | Environment:
+def manifest(directory: CacheView, url: str, digest: Digest, opener: Opener, limits: Limits) -> Layer | Environment:
     """The object that a manifest digest names, kept in the cache. Errors as ``layer_files``."""
     value = _local_manifest(directory, digest)
     if value is None:
@@ -127,7 +127,7 @@ def manifest(directory: CacheDirectory, url: str, digest: Digest, opener: Opener
     return value
 
 
-def files_of(directory: CacheDirectory, files: LayerFiles) -> set[Path]:
+def files_of(directory: CacheView, files: LayerFiles) -> set[Path]:
     """Every file in the cache's metadata/ and images/ that belongs to a layer."""
     found = {files.image, directory.metadata / f"{_hex(files.digest)}.json"}
     return found if files.layer.compressed else found | set(_metadata_paths(directory, files.layer))
@@ -139,7 +139,7 @@ def _mountable(value: Object, digest: Digest) -> Layer | Environment:
     return value
 
 
-def _local_manifest(directory: CacheDirectory, digest: Digest) -> Layer | Environment | None:
+def _local_manifest(directory: CacheView, digest: Digest) -> Layer | Environment | None:
     path = directory.metadata / f"{_hex(digest)}.json"
     try:
         data = path.read_bytes()
@@ -151,7 +151,7 @@ def _local_manifest(directory: CacheDirectory, digest: Digest) -> Layer | Enviro
     return None
 
 
-def _local(directory: CacheDirectory, url: str, digest: Digest, layer: Layer) -> LayerFiles | None:
+def _local(directory: CacheView, url: str, digest: Digest, layer: Layer) -> LayerFiles | None:
     if layer.compressed:
         image = directory.images / f"{_hex(layer.metadata.digest)}.erofs"
         here = _is_untouched(image) and image.stat().st_size == layer.metadata.size
@@ -167,14 +167,14 @@ def _local(directory: CacheDirectory, url: str, digest: Digest, layer: Layer) ->
     return LayerFiles(digest, url, layer, image, table)
 
 
-def _metadata_paths(directory: CacheDirectory, layer: Layer) -> tuple[Path, Path]:
+def _metadata_paths(directory: CacheView, layer: Layer) -> tuple[Path, Path]:
     name = _hex(layer.metadata.digest)
     # The table's indexes are into this manifest's list of blobs, so that it may differ where the metadata blob is the same.
     blobs = sha256_digest("".join(item.digest for item in layer.segments).encode())
     return directory.metadata / f"{name}.erofs", directory.metadata / f"{name}.{_hex(blobs)[:16]}.table"
 
 
-def _fetch_metadata(directory: CacheDirectory, url: str, layer: Layer, opener: Opener, limits: Limits) -> tuple[Path, Table]:
+def _fetch_metadata(directory: CacheView, url: str, layer: Layer, opener: Opener, limits: Limits) -> tuple[Path, Table]:
     image, path = _metadata_paths(directory, layer)
     data, table = _retried(lambda: load_metadata(opener(url), layer), url, limits)
     _write(image, data)
@@ -182,7 +182,7 @@ def _fetch_metadata(directory: CacheDirectory, url: str, layer: Layer, opener: O
     return image, table
 
 
-def _fetch_image(directory: CacheDirectory, url: str, layer: Layer, opener: Opener, limits: Limits) -> Path:
+def _fetch_image(directory: CacheView, url: str, layer: Layer, opener: Opener, limits: Limits) -> Path:
     item = layer.metadata
     path = directory.images / f"{_hex(item.digest)}.erofs"
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
+import zstandard
+
 from dsec_layers.digest import Buffer, Digest, content_digest
 from dsec_layers.errors import CorruptError, ImageError
-from dsec_layers.layers.frames import decompress
 from dsec_layers.store.base import Store
 
 __all__ = ["MAX_PIECE", "Codec", "Piece", "fetch_piece"]
@@ -42,23 +43,37 @@ class Piece:
         return f"segment {self.name[:12]} ({self.stored} bytes at {self.offset} of {self.blob} in {self.store})"
 
 
-def fetch_piece(store: Store, piece: Piece) -> Buffer:
+def fetch_piece(store: Store, piece: Piece, buffer: memoryview | None = None) -> Buffer:
     """The piece's bytes, verified: length, frame, BLAKE3. CorruptError naming blob and segment if they are not what they must be.
 
-    One attempt; the errors of the store pass through.
+    ``buffer``: where to decompress to, at least ``size`` bytes; the result may then be a part of it. One attempt; the errors of the store pass through.
     """
     raw = store.read(piece.blob, piece.offset, piece.stored)
     if len(raw) != piece.stored:
         raise _corrupt(store, piece, f"the store gave {len(raw)} bytes")
     data: Buffer = raw
     if piece.codec == "zstd":
+        target = memoryview(bytearray(piece.size)) if buffer is None else buffer[: piece.size]
         try:
-            data = decompress(raw, piece.size)
+            _decompress(raw, target)
         except ImageError as error:
             raise _corrupt(store, piece, error.message) from error
+        data = target
     if len(data) != piece.size or content_digest(data) != piece.digest:
         raise _corrupt(store, piece, "the bytes do not match the digest")
     return data
+
+
+def _decompress(frame: bytes, target: memoryview) -> None:
+    """Decompress one frame that must fill ``target``: as layers/frames.py, but into memory that is there already."""
+    try:
+        if zstandard.frame_content_size(frame) != len(target):
+            raise ImageError(f"zstd frame does not hold the {len(target)} bytes it should")
+        # The whole frame and room for all its content at hand, the library decompresses in one go.
+        if zstandard.ZstdDecompressor().stream_reader(frame, read_size=len(frame)).readinto(target) != len(target):
+            raise ImageError("zstd frame ends early")
+    except zstandard.ZstdError as error:
+        raise ImageError(f"bad zstd frame: {error}") from error
 
 
 def _corrupt(store: Store, piece: Piece, why: str) -> CorruptError:

@@ -20,14 +20,15 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from dsec_layers.cache.directio import read_whole, write_whole
-from dsec_layers.cache.directory import CacheDirectory
+from dsec_layers.cache.directory import CacheDirectory, CacheView
 from dsec_layers.cache.fetch import Counters, Fetcher, Job
 from dsec_layers.cache.piece import Piece
+from dsec_layers.cache.stock import Stock
 from dsec_layers.digest import Buffer, content_digest
 from dsec_layers.errors import CorruptError, DsecError, NoSpace
 from dsec_layers.fsio import map_os_error, pread_exact
 
-__all__ = ["SegmentCache", "Usage", "errno_of"]
+__all__ = ["SegmentCache", "Usage", "errno_of", "open_present"]
 
 _log = logging.getLogger(__name__)
 
@@ -56,13 +57,14 @@ class SegmentCache:
     """Segments of a locked cache directory. Thread-safe.
 
     ``holes``: absent segments are holes of the right size instead of empty files. Empty is better, as a read that nobody holds back fails instead of giving zeros,
-    but some kernels take a short read from an image's device for data (fuse/requirements.py finds out).
+    but some kernels take a short read from an image's device for data (fuse/probe.py finds out). ``stock``: empty files made in advance, for fast mounts.
     """
 
-    def __init__(self, directory: CacheDirectory, fetcher: Fetcher, *, holes: bool = False) -> None:
+    def __init__(self, directory: CacheDirectory, fetcher: Fetcher, *, holes: bool = False, stock: Stock | None = None) -> None:
         self.directory = directory
         self.fetcher = fetcher
         self._holes = holes
+        self._stock = None if holes else stock
         self._lock = threading.Lock()
         self._flights: dict[bytes, _Flight] = {}
         self._names = threading.Lock()
@@ -85,16 +87,7 @@ class SegmentCache:
 
     def open_present(self, piece: Piece) -> int | None:
         """As ``open``, but None if the segment is absent or suspect."""
-        try:
-            fd = os.open(piece.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.directory.present_fd)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise map_os_error(error, f"cache {self.directory.root}") from error
-        if self.directory.is_trusted(os.fstat(fd), piece.size):
-            return fd
-        os.close(fd)
-        return None
+        return open_present(self.directory, piece)
 
     def read(self, piece: Piece, offset: int, length: int) -> bytes:
         """Exactly ``length`` bytes at ``offset`` of the segment, as ``open``."""
@@ -321,6 +314,8 @@ class SegmentCache:
             except OSError as error:
                 raise map_os_error(error, f"cache {self.directory.root}") from error
             yield paths
+        if self._stock is not None:
+            self._stock.refill()
 
     def has_all(self, names: Iterable[str], sizes: Iterable[int]) -> bool:
         """Whether all these segments are complete."""
@@ -352,13 +347,10 @@ class SegmentCache:
 
     def _make_absent(self, name: str, size: int) -> None:
         directory = self.directory
-        if not self._holes:
-            try:
-                os.mknod(name, stat.S_IFREG | 0o600, dir_fd=directory.absent_fd)
-            except FileExistsError:
-                pass
+        if self._has_absent(name) or (self._stock is not None and self._stock.take(name)):
             return
-        if self._has_absent(name):
+        if not self._holes:
+            os.mknod(name, stat.S_IFREG | 0o600, dir_fd=directory.absent_fd)
             return
         # Setting the size of a watched file would raise an event: make the hole elsewhere.
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600, dir_fd=directory.staging_fd)
@@ -418,6 +410,20 @@ class SegmentCache:
     def counters(self) -> Counters:
         """What was fetched since this object was made."""
         return self.fetcher.snapshot()
+
+
+def open_present(view: CacheView, piece: Piece) -> int | None:
+    """A read-only descriptor of a complete segment of a cache, or None if it is absent or suspect. For any process: needs no lock."""
+    try:
+        fd = os.open(f"{view.present}/{piece.name}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise map_os_error(error, f"cache {view.root}") from error
+    if view.is_trusted(os.fstat(fd), piece.size):
+        return fd
+    os.close(fd)
+    return None
 
 
 class _Claims:
