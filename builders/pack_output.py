@@ -28,8 +28,9 @@ __all__ = ["BLOB_LIMIT", "BlobOutput", "SegmentBuffer", "SegmentOutput", "Writte
 BLOB_LIMIT: Final = 4 << 30
 """Bytes in a segments blob, its seek table included."""
 
-IN_FLIGHT: Final = 48 << 20
-"""Bytes of segments that may be under way at once, besides the open ones."""
+IN_FLIGHT: Final = 64 << 20
+"""Bytes of segment buffers that may be under way at once: reading is faster than compressing, so at the end of the input this much is left to be
+compressed while the metadata is made."""
 
 _SEEK_ENTRY: Final = 12
 """Bytes of the seek table a frame."""
@@ -89,7 +90,7 @@ class BlobOutput:
         self._changed = threading.Condition()
         self._free: list[SegmentBuffer] = []
         self._in_flight = 0
-        self._most = 3 * workers + 2  # so that a slow segment at the head of the line does not stop the others
+        self._workers = workers
         self._bytes_in_flight = 0
         self._error: BaseException | None = None
         self._abandoned = False
@@ -115,7 +116,7 @@ class BlobOutput:
     def acquire(self, capacity: int) -> SegmentBuffer:
         """A buffer of at least ``capacity`` bytes; waits while too much is under way."""
         with self._changed:
-            while self._in_flight and (self._in_flight >= self._most or self._bytes_in_flight + capacity > IN_FLIGHT):
+            while self._in_flight > self._workers and self._bytes_in_flight + capacity > IN_FLIGHT:
                 self._raise_error()
                 self._changed.wait()
             for at, buffer in enumerate(self._free):
