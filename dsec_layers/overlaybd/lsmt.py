@@ -58,6 +58,7 @@ _MAGIC = b"LSMT\0\x01\x02\0" + bytes.fromhex("657e63d29444084ca2d2c8ec4fcfae8a")
 _FIELDS = struct.Struct("<24sIIQQQ37s37sHBB256s")
 _UUID = re.compile(r"[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\Z")
 _TAG = 256
+_ENTRY = struct.Struct("<QQ")
 _OFFSET_BITS = np.uint64(50)
 _ZEROED_BIT = np.uint64(55)
 _TAG_BIT = np.uint64(56)
@@ -159,6 +160,11 @@ def encode_entries(segments: Segments) -> bytes:
     zeroed: npt.NDArray[np.uint64] = segments.zeroed.astype(np.uint64) << _ZEROED_BIT
     words[:, 1] = segments.moffset.astype(np.uint64) | zeroed | (segments.source.astype(np.uint64) << _TAG_BIT)
     return words.tobytes()
+
+
+def encode_entry(lba: int, end: int, moffset: int, zeroed: bool) -> bytes:
+    """The stored form of one segment without a tag; see encode_entries."""
+    return _ENTRY.pack(lba | (end - lba) << 50, moffset | zeroed << 55)
 
 
 def log_problems(segments: Segments, first: int, data_end: int) -> Bools:

@@ -41,7 +41,8 @@ class Packing:
 
 
 def commit(layer: LsmtLayer, packing: Packing | None = None) -> Iterator[Write]:
-    """The writes that make a sealed layer of ``layer``: dead space gone, data in disk order. Memory use is bounded but for about 100 bytes a segment.
+    """The writes that make a sealed layer of ``layer``: dead space gone, data in disk order. Memory use is a few megabytes and a few hundred bytes
+    a segment.
 
     Raises LimitError, before the first write, when the layer is too fragmented for the format.
     """

@@ -1,11 +1,13 @@
 """The writable layer: data appended to one file, what it means appended to another.
 
-This is the one module of the package that works on files, through descriptors that the caller opened and keeps.
+This module and upper_journal are the only ones of the package that work on files, through descriptors that the caller opened and keeps.
 
 What is acknowledged is on the disk: ``flush`` first makes the data durable, then appends the index entries that name it, then makes those durable. So an
 entry in the index file never names data that could be missing, and a crash can only tear the end of the index. ``Upper.open`` drops such an end and says
 so. Nothing is ever overwritten; space comes back by punching holes where no segment reaches any more, and only after the entries that killed the old data
 are durable and the reads that could still see it are done.
+
+With a journal, what is acknowledged but not flushed survives the process too, if not the host; see upper_journal.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ from dsec_layers.blocksource import FileSource
 from dsec_layers.digest import Buffer
 from dsec_layers.errors import Conflict, ImageError, LimitError, StoreError
 from dsec_layers.fsio import map_os_error, pread_exact, pwrite_all
-from dsec_layers.linux.fallocate import punch_hole
+from dsec_layers.linux.fallocate import punch_hole, reserve
 from dsec_layers.overlaybd.layer import LsmtLayer, parse_log, read_upper_headers
 from dsec_layers.overlaybd.lsmt import ENTRY, MAX_LENGTH, NIL_UUID, SPACE, Flags, Header, encode_entries
 from dsec_layers.overlaybd.packing import seal_tail
 from dsec_layers.overlaybd.segments import MAX_SEGMENTS, SECTOR, Ints, Segments
 from dsec_layers.overlaybd.upper_index import UpperIndex, dead_blocks
+from dsec_layers.overlaybd.upper_journal import RING, Journal
 
 __all__ = ["MAX_PENDING", "Recovery", "Upper"]
 
@@ -41,17 +44,22 @@ MAX_PENDING = 65536
 
 _MAX_WRITE = 8192  # sectors in a data segment, as the official tools write them
 _BLOCK = 4096  # bytes; what the file system gives back
+_ROOM = 4096  # index entries for which space is set aside at a time
 _PUNCHES = 4096  # holes made by one flush, so that it does not take long; the rest waits for the next
 _NO_BLOCKS: Ints = np.empty((0, 2), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What opening an upper found: ``entries`` good ones, and what was cut off behind them (``dropped`` whole entries, ``reason`` empty if none)."""
+    """What opening an upper found: ``entries`` good ones, and what was cut off behind them (``dropped`` whole entries, ``reason`` empty if none).
+
+    ``replayed`` of the good ones came from the journal of a process that was killed.
+    """
 
     entries: int
     dropped: int = 0
     reason: str = ""
+    replayed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +76,9 @@ class Upper:
     Thread-safe. The process that has an upper open holds an advisory lock on its data file; it goes with the descriptor.
     """
 
-    def __init__(self, data_fd: int, index_fd: int, header: Header, mapping: Segments, recovery: Recovery) -> None:
+    def __init__(
+        self, data_fd: int, index_fd: int, header: Header, mapping: Segments, recovery: Recovery, journal: Journal | None = None
+    ) -> None:
         """Use ``create`` or ``open``."""
         self.header = header
         self.recovery = recovery
@@ -76,6 +86,8 @@ class Upper:
         self._index_fd = index_fd
         self._tail = os.fstat(data_fd).st_size
         self._entries = recovery.entries
+        self._next = recovery.entries  # the number of the next entry, counting those in memory
+        self._journal = journal
         self._index = UpperIndex(mapping)
         self._pending: list[tuple[int, int, int, bool]] = []
         self._state = ""  # why nothing can be written any more
@@ -87,12 +99,16 @@ class Upper:
         self._freed = _NO_BLOCKS
         self._graves: list[_Grave] = []
         self._punching = True
+        self._reserved = 0  # entries that the index file has space for; -1: the file system cannot say
 
     @classmethod
     def create(
-        cls, data_fd: int, index_fd: int, virtual_size: int, *, uuid: str | None = None, parent_uuid: str = NIL_UUID, user_tag: bytes = b""
+        cls, data_fd: int, index_fd: int, virtual_size: int, *, uuid: str | None = None, parent_uuid: str = NIL_UUID, user_tag: bytes = b"",
+        journal_fd: int | None = None,
     ) -> Upper:  # fmt: skip
-        """Make a new upper of two empty files open for reading and writing. ``virtual_size`` is in bytes, 0 for that of the layers below.
+        """Make a new upper of two empty files open for reading and writing, and a third one if it is to have a journal.
+
+        ``virtual_size`` is in bytes, 0 for that of the layers below.
 
         Durable when it returns, but for the files' names, which are the caller's. Raises Conflict for files that are in use or not empty.
         """
@@ -105,11 +121,13 @@ class Upper:
             pwrite_all(data_fd, header.render(), 0)
             os.fsync(index_fd)
             os.fsync(data_fd)
-        return cls(data_fd, index_fd, header, UpperIndex().settle(), Recovery(0))
+        return cls(data_fd, index_fd, header, UpperIndex().settle(), Recovery(0), _journal(journal_fd, header))
 
     @classmethod
-    def open(cls, data_fd: int, index_fd: int, *, max_dropped: int = MAX_PENDING) -> Upper:
+    def open(cls, data_fd: int, index_fd: int, *, max_dropped: int = MAX_PENDING, journal_fd: int | None = None) -> Upper:
         """Open the files of an upper for writing; an end of the index torn by a crash is cut off, and ``recovery`` says so.
+
+        What the journal has of a process that was killed since the host started comes back, and is durable when this returns.
 
         A crash can tear no more than what one flush appends. More than ``max_dropped`` unusable entries are damage of another kind and raise ImageError,
         as do files that are not a pair or already sealed. Raises Conflict when another process has the upper open.
@@ -120,17 +138,23 @@ class Upper:
             header = read_upper_headers(data, index)
             _refuse_sealed(data, header)
             mapping, good, reason = parse_log(index, data.size // SECTOR)
-            os.ftruncate(data_fd, -(-data.size // SECTOR) * SECTOR)
             dropped = (index.size - SPACE) // ENTRY - good
             if dropped > max_dropped:
                 raise ImageError(
                     f"upper index: {reason}; {dropped} entries would be lost, more than a crash can tear",
                     hint="raise max_dropped to salvage the rest",
                 )
+            os.ftruncate(data_fd, -(-data.size // SECTOR) * SECTOR)  # entries to come name its end in whole sectors
             if reason:
                 os.ftruncate(index_fd, SPACE + good * ENTRY)
                 os.fdatasync(index_fd)
-        return cls(data_fd, index_fd, header, mapping, Recovery(good, dropped, reason))
+            journal = _journal(journal_fd, header)
+            replayed = _replay(journal, good, data_fd, index_fd) if journal is not None else 0
+            if replayed:
+                mapping, good, wrong = parse_log(FileSource(index_fd, name="upper index"), os.fstat(data_fd).st_size // SECTOR)
+                if wrong:
+                    raise ImageError(f"upper journal: {wrong}")
+        return cls(data_fd, index_fd, header, mapping, Recovery(good, dropped, reason, replayed), journal)
 
     @property
     def virtual_size(self) -> int:
@@ -138,7 +162,7 @@ class Upper:
         return self.header.virtual_size
 
     def write(self, first: int, data: Buffer) -> None:
-        """Write whole sectors from sector ``first`` on. After an error the old content stands."""
+        """Write whole sectors from sector ``first`` on. After an error each of them holds what it held or what it was to hold."""
         with self._lock, _mapped("upper data"):
             self._check_writable()
             at = self._tail
@@ -147,6 +171,7 @@ class Upper:
             pwrite_all(self._data_fd, data, at)
             self._tail = at + len(data)
             end = first + len(data) // SECTOR
+            self._make_room(1 + (end - first) // _MAX_WRITE)
             self._since += end - first
             for lba in range(first, end, _MAX_WRITE):
                 self._append(lba, min(lba + _MAX_WRITE, end), at // SECTOR + lba - first)
@@ -156,13 +181,12 @@ class Upper:
 
     def discard(self, first: int, end: int) -> None:
         """Let ``[first, end)`` read as zeros, whatever lies below."""
-        with self._lock:
+        with self._lock, _mapped("upper index"):
             self._check_writable()
+            self._make_room(1 + (end - first) // MAX_LENGTH)
             place = self._tail // SECTOR
             for lba in range(first, end, MAX_LENGTH):
-                stop = min(lba + MAX_LENGTH, end)
-                self._index.insert(lba, stop, place, True)
-                self._pending.append((lba, stop, place, True))
+                self._enter(lba, min(lba + MAX_LENGTH, end), place, True)
             self._since += end - first
             full = len(self._pending) >= MAX_PENDING
         if full:
@@ -229,16 +253,43 @@ class Upper:
         if self._state:
             raise StoreError(f"the upper {self._state}")
 
+    def _make_room(self, count: int) -> None:
+        """Set space aside for ``count`` more entries: a full disk must refuse the write, not the flush after it, which a guest's file system does not forgive."""
+        wanted = self._next + count
+        if wanted <= self._reserved or self._reserved < 0:
+            return
+        try:
+            reserve(self._index_fd, SPACE, (wanted + _ROOM) * ENTRY)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            self._reserved = -1
+        else:
+            self._reserved = wanted + _ROOM
+
     def _append(self, lba: int, end: int, moffset: int) -> None:
         """Enter a data segment, as the continuation of the one before if it is."""
         if self._pending:
             start, stop, place, zeroed = self._pending[-1]
-            follows = stop == lba and place + stop - start == moffset and not zeroed and end - start <= _MAX_WRITE
-            if follows and self._index.extend(start, stop, end):
-                self._pending[-1] = (start, end, place, False)
-                return
-        self._index.insert(lba, end, moffset, False)
-        self._pending.append((lba, end, moffset, False))
+            if stop == lba and place + stop - start == moffset and not zeroed and end - start <= _MAX_WRITE:
+                self._record(self._next - 1, start, end, place, False)
+                if self._index.extend(start, stop, end):
+                    self._pending[-1] = (start, end, place, False)
+                    return
+        self._enter(lba, end, moffset, False)
+
+    def _enter(self, lba: int, end: int, moffset: int, zeroed: bool) -> None:
+        self._record(self._next, lba, end, moffset, zeroed)
+        self._next += 1
+        self._index.insert(lba, end, moffset, zeroed)
+        self._pending.append((lba, end, moffset, zeroed))
+
+    def _record(self, number: int, lba: int, end: int, moffset: int, zeroed: bool) -> None:
+        if self._journal is None:
+            return
+        if number - self._entries >= RING:
+            raise StoreError("the upper has taken more than it could flush")
+        self._journal.put(number, lba, end, moffset, zeroed)
 
     def _load(self, pieces: list[tuple[int, int, int, bool]]) -> list[tuple[int, int, bytes | None]]:
         loaded: list[tuple[int, int, bytes | None]] = []
@@ -263,27 +314,29 @@ class Upper:
             raise map_os_error(error, "upper data") from error
 
     def _persist(self, batch: list[tuple[int, int, int, bool]]) -> None:
-        """Data, then entries, each durable before the next step."""
-        rows = np.array(batch, np.int64).reshape(-1, 4)
-        zeroed = rows[:, 3].astype(np.bool_)
-        entries = encode_entries(Segments(rows[:, 0], rows[:, 1], rows[:, 2], np.zeros(len(rows), np.int16), zeroed))
-        retry = False
+        """Data, then entries, each durable before the next step. Entries go out in portions, so that a crash tears no more than one of them."""
+        done, retry = 0, False
         try:
             if self._entries + len(batch) > MAX_SEGMENTS:
                 raise LimitError(f"the upper's index would have more than {MAX_SEGMENTS} entries", hint="commit it and start a new one")
             os.fdatasync(self._data_fd)
-            retry = True
-            pwrite_all(self._index_fd, entries, SPACE + self._entries * ENTRY)
-            retry = False
-            os.fdatasync(self._index_fd)
+            while done < len(batch):
+                portion = batch[done : done + MAX_PENDING]
+                retry = True
+                pwrite_all(self._index_fd, _encode(portion), SPACE + self._entries * ENTRY)
+                retry = False
+                os.fdatasync(self._index_fd)
+                self._entries += len(portion)
+                done += len(portion)
         except (OSError, LimitError) as error:
             with self._lock:
-                self._pending = batch + self._pending
+                self._pending = batch[done:] + self._pending
                 # After a failed sync the kernel may have dropped the pages and report success the next time: only a fresh start knows the truth.
                 if not retry:
+                    if self._journal is not None:
+                        self._journal.forget()
                     self._state = f"could not be flushed ({error})"
             raise (map_os_error(error, "upper") if isinstance(error, OSError) else error) from error
-        self._entries += len(batch)
 
     def _bury(self) -> None:
         """Find the blocks that will be dead once the present flush is durable. Called with the lock held."""
@@ -316,12 +369,31 @@ class Upper:
                 self._punching = False
 
 
+def _encode(batch: list[tuple[int, int, int, bool]]) -> bytes:
+    rows = np.array(batch, np.int64).reshape(-1, 4)
+    return encode_entries(Segments(rows[:, 0], rows[:, 1], rows[:, 2], np.zeros(len(rows), np.int16), rows[:, 3].astype(np.bool_)))
+
+
 @contextmanager
 def _mapped(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise map_os_error(error, what) from error
+
+
+def _journal(fd: int | None, header: Header) -> Journal | None:
+    return Journal(fd, header.uuid) if fd is not None else None
+
+
+def _replay(journal: Journal, good: int, data_fd: int, index_fd: int) -> int:
+    """Append what the journal has to the index, in the order of a flush; how many entries that is."""
+    entries = journal.after(good)
+    if entries:
+        os.fdatasync(data_fd)
+        pwrite_all(index_fd, entries, SPACE + good * ENTRY)
+        os.fdatasync(index_fd)
+    return len(entries) // ENTRY
 
 
 def _lock_file(fd: int) -> None:
