@@ -101,4 +101,5 @@ class LocalDisk:
         try:
             self._files.undo(before, fresh)
         except DsecError:
+            fresh.close()
             self._stuck = str(error)
