@@ -6,6 +6,7 @@
       disk.json        the state (state.py); replaced atomically, and the only truth
       NNNNNN.data      an upper's data, one pair a generation: all but the last are frozen
       NNNNNN.index     its index
+      NNNNNN.journal   what a server acknowledged but did not flush, for the case that it is killed
       lock             held (flock) while somebody may change any of this
       control, nbd.sock, attach.log    of a server (attach.py)
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,7 @@ _LOCK: Final = "lock"
 class Generation:
     """An open pair of files. ``upper`` writes to it."""
 
-    def __init__(self, number: int, upper: Upper, fds: tuple[int, int]) -> None:
+    def __init__(self, number: int, upper: Upper, fds: Sequence[int]) -> None:
         self.number = number
         self.upper = upper
         self._fds = fds
@@ -95,12 +96,13 @@ class DiskFiles:
 
     def open(self, number: int) -> Generation:
         """Open a generation for writing; what a crash tore off its end is cut off (``upper.recovery``)."""
-        data, index = _open_files(self.path, number, os.O_RDWR)
+        fds = [*_open_files(self.path, number, os.O_RDWR)]
         try:
-            return Generation(number, Upper.open(data, index), (data, index))
+            fds.append(_open_journal(self.path, number))
+            return Generation(number, Upper.open(fds[0], fds[1], journal_fd=fds[2]), fds)
         except DsecError as error:
-            os.close(data)
-            os.close(index)
+            for fd in fds:
+                os.close(fd)
             raise type(error)(f"{self.path}, generation {number}: {error.message}", hint=error.hint) from error
 
     def begin(self, *, virtual_size: int | None = None) -> Generation:
@@ -174,7 +176,7 @@ def create_files(path: Path, virtual_size: int, parent: Parent | None = None, fi
         try:
             _new_generation(work, state.upper, virtual_size).close()
             if fill is not None:
-                data, index = _names(state.upper)
+                data, index, _ = _names(state.upper)
                 fill(work / data, work / index)
             write_atomic(work / STATE, state.to_json(), mode=0o600)
             work.rename(path)
@@ -193,8 +195,8 @@ def check_size(virtual_size: int) -> None:
         raise UsageError(f"a disk has a whole number of {SECTOR}-byte sectors, not {virtual_size} bytes")
 
 
-def _names(number: int) -> tuple[str, str]:
-    return f"{number:06}.data", f"{number:06}.index"
+def _names(number: int) -> tuple[str, str, str]:
+    return f"{number:06}.data", f"{number:06}.index", f"{number:06}.journal"
 
 
 def _new_generation(path: Path, number: int, virtual_size: int) -> Generation:
@@ -207,8 +209,7 @@ def _new_generation(path: Path, number: int, virtual_size: int) -> Generation:
             for name in _names(number):
                 fds.append(os.open(path / name, flags, 0o600))
                 opened.callback(os.close, fds[-1])
-            data, index = fds
-            made = Generation(number, Upper.create(data, index, virtual_size), (data, index))
+            made = Generation(number, Upper.create(fds[0], fds[1], virtual_size, journal_fd=fds[2]), fds)
             fsync_directory(path)
             opened.pop_all()
             return made
@@ -221,7 +222,7 @@ def _new_generation(path: Path, number: int, virtual_size: int) -> Generation:
 
 
 def _open_files(path: Path, number: int, flags: int) -> tuple[int, int]:
-    data_name, index_name = _names(number)
+    data_name, index_name, _ = _names(number)
     try:
         data = os.open(path / data_name, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -231,6 +232,13 @@ def _open_files(path: Path, number: int, flags: int) -> tuple[int, int]:
             raise
     except FileNotFoundError as error:
         raise ImageError(f"{path}: generation {number} has lost a file: {error.filename}") from error
+    except OSError as error:
+        raise map_os_error(error, f"{path}: generation {number}") from error
+
+
+def _open_journal(path: Path, number: int) -> int:
+    try:
+        return os.open(path / _names(number)[2], os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise map_os_error(error, f"{path}: generation {number}") from error
 

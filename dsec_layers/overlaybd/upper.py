@@ -234,6 +234,9 @@ class Upper:
                 raise Conflict("the upper was written to while it was being frozen")
             self._state = self._state or "is frozen"
             self._graves.clear()
+            if self._journal is not None:
+                with _mapped("upper journal"):
+                    self._journal.forget()
             return LsmtLayer(self.header, self._index.settle(), (FileSource(self._data_fd, self._tail, name="upper data"),))
 
     def seal(self) -> LsmtLayer:
