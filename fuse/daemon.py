@@ -18,6 +18,7 @@ from dsec_layers.cache.directory import CacheDirectory, lock
 from dsec_layers.errors import Conflict, DsecError, HostError
 from dsec_layers.fsio import map_os_error
 from dsec_layers.fuse import control
+from dsec_layers.fuse.adopt import adopt_group
 from dsec_layers.fuse.aftermath import look_for_orphans, poisoned_folders, put_aside
 from dsec_layers.fuse.keeper import Hand, become_keeper
 from dsec_layers.fuse.options import LOG, Options
@@ -36,7 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parse(argv)
     try:
         check_root()
-        return _start(arguments.cache.absolute(), _options(arguments), foreground=arguments.foreground)
+        kept = adopt_group(arguments.cache.absolute()) if arguments.foreground else None
+        return _start(arguments.cache.absolute(), _options(arguments), kept, foreground=arguments.foreground)
     except OSError as error:
         return _fail(map_os_error(error, f"cache {arguments.cache}"))
     except DsecError as error:
@@ -73,13 +75,13 @@ def _fail(error: DsecError) -> int:
     return error.exit_code
 
 
-def _start(cache: Path, options: Options, *, foreground: bool) -> int:
+def _start(cache: Path, options: Options, kept: tuple[int, int] | None, *, foreground: bool) -> int:
     cache.mkdir(mode=0o755, parents=True, exist_ok=True)
     lock_fd = _lock_unless_served(cache)
     if lock_fd is None:
         return 0
     if foreground:
-        _become(cache, options, lock_fd, -1)
+        _become(cache, options, lock_fd, -1, kept)
     ready_read, ready_write = os.pipe2(os.O_CLOEXEC)
     if os.fork() == 0:
         os.close(ready_read)
@@ -97,24 +99,28 @@ def _start(cache: Path, options: Options, *, foreground: bool) -> int:
     return _await_ready(ready_read, cache / LOG)
 
 
-def _become(cache: Path, options: Options, lock_fd: int, ready: int) -> NoReturn:
-    """Make what outlives the workers and execute the keeper."""
+def _become(cache: Path, options: Options, lock_fd: int, ready: int, kept: tuple[int, int] | None = None) -> NoReturn:
+    """Make what outlives the workers, or take it over (``kept``: group and shared memory), and execute the keeper."""
     set_descriptor_limit(65_536)
     directory = CacheDirectory(cache, lock_fd=lock_fd)
     listening = control.listen(cache)
-    orphans = look_for_orphans(cache)
-    aftermath = {"orphans": orphans, "holes": put_aside(directory)} if orphans else {}
-    group, unusable = -1, None
-    try:
-        check_fanotify(cache)
-        group = watch([directory.absent, *poisoned_folders(directory)])
-    except HostError as error:
-        unusable = {"message": error.message, "hint": error.hint}
+    group, hand, unusable, aftermath = -1, -1, None, {}
+    if kept is not None:
+        group, hand = kept
+    else:
+        hand = Hand.create()
+        orphans = look_for_orphans(cache)
+        aftermath = {"orphans": orphans, "holes": put_aside(directory)} if orphans else {}
+        try:
+            check_fanotify(cache)
+            group = watch([directory.absent, *poisoned_folders(directory)])
+        except HostError as error:
+            unusable = {"message": error.message, "hint": error.hint}
     spec: dict[str, Any] = {
         "cache": str(cache),
         "log": str(cache / LOG),
         "group": group,
-        "hand": Hand.create(),
+        "hand": hand,
         "listen": listening.detach(),
         "lock": lock_fd,
         "ready": ready,

@@ -141,7 +141,7 @@ class SegmentCache:
         )
 
     def is_own_write(self, name: str) -> bool:
-        """Whether this process is filling the absent file ``name`` by its name: an event that its own write raises must be let through."""
+        """Whether this process is at work on the absent file ``name``: an event that it raises itself must be let through."""
         return name in self._own_writes
 
     def _checked(self, pieces: Sequence[Piece], waiter: Waiter, fd: int) -> Waiter:
@@ -172,7 +172,8 @@ class SegmentCache:
 
     def _settle(self, flight: _Flight) -> bool:
         """Whether the segment is here already: complete, or suspect and right after all, or in another file of the cache."""
-        with self._writers.claim(flight.piece.name):
+        # A descriptor that came with an event raises none itself, but one that was opened again after a restart does (fuse/adopt.py).
+        with self._writers.claim(flight.piece.name), self._own_write(flight.piece.name):
             fd = flight.fd
             if fd is None:
                 return self._settle_by_name(flight.piece)
@@ -200,8 +201,7 @@ class SegmentCache:
             except FileNotFoundError:
                 continue
             try:
-                with self._own_write(piece.name):
-                    right = self._is_right(fd, piece)
+                right = self._is_right(fd, piece)
                 if right and folder == self.directory.absent_fd:
                     self._publish(fd, piece.name)
             finally:
@@ -232,7 +232,7 @@ class SegmentCache:
 
     def _keep(self, flight: _Flight, data: Buffer) -> None:
         name = flight.piece.name
-        with self._writers.claim(name):
+        with self._writers.claim(name), self._own_write(name):
             if flight.fd is not None:
                 if not self.directory.is_trusted(os.fstat(flight.fd), flight.piece.size):
                     self._fill(flight.fd, data, name)
@@ -243,8 +243,7 @@ class SegmentCache:
                 self._store(name, data)
                 return
             try:
-                with self._own_write(name):
-                    self._fill(fd, data, name)
+                self._fill(fd, data, name)
             finally:
                 os.close(fd)
 
@@ -255,7 +254,7 @@ class SegmentCache:
             self.directory.set_stamp(fd)
         except OSError as error:
             # Nothing half written stays, and its space is given back. Truncating raises an event even through a descriptor whose writes raise none.
-            with suppress(OSError), self._own_write(name):
+            with suppress(OSError):
                 os.ftruncate(fd, 0)
                 if self._holes:
                     os.ftruncate(fd, len(data))

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ import pytest
 from dsec_layers.errors import Conflict, HostError
 from dsec_layers.fuse.host import Host, Lease, open_host
 from dsec_layers.linux.process import start_time
-from dsec_layers.proc import run, spawn
+from dsec_layers.proc import inherited_environment, run, spawn
 from dsec_layers.store.posix import PosixStore
 from tests.cache_kit import daemon, eventually, in_threads, kill, log_of, needs_fanotify, processes_of, unmount_below
 from tests.store_samples import Sample, content, make_layer
@@ -445,3 +446,66 @@ def test_a_daemon_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(HostError, match=r"cache .*: (File exists|Not a directory)"):
         open_host(cache)
     assert processes_of(cache) == []
+
+
+def test_systemd_keeps_the_group_when_both_are_ended(stage: Stage, tmp_path: Path) -> None:
+    """The part of systemd is played here: a notify socket, a descriptor store, a new start with what was stored."""
+    address = tmp_path / "notify"
+    stored: dict[str, int] = {}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+        channel.bind(str(address))
+        channel.settimeout(30)
+
+        def until_ready() -> None:
+            while True:
+                text, fds, _, _ = socket.recv_fds(channel, 4096, 4)
+                fields = dict(line.split("=", 1) for line in text.decode().splitlines())
+                for fd in fds:
+                    name = fields["FDNAME"]
+                    if name in stored:
+                        os.close(fd)
+                    else:
+                        stored[name] = fd
+                if "READY" in fields:
+                    return
+
+        command = f"exec {sys.executable} -P -m dsec_layers.fuse.daemon --foreground --idle 0 --cache {stage.cache}"
+        environment = inherited_environment() | {"NOTIFY_SOCKET": str(address)}
+        with spawn(["sh", "-c", command], env=environment) as first:
+            until_ready()
+            host = open_host(stage.cache)
+            lease = host.attach(stage.store, [stage.sample.digest])
+            root = lease.paths[0]
+            stage.away()  # before the first read: a store keeps the files open that it has read from
+            outcome: list[bytes] = []
+            readers = [threading.Thread(target=lambda: outcome.append((root / "f01").read_bytes()), daemon=True) for _ in range(3)]
+            for reader in readers:
+                reader.start()
+            eventually(lambda: host.show().retries > 0)
+            worker = host.show().pid
+            host.close()
+            os.kill(first.pid, signal.SIGKILL)
+            os.kill(worker, signal.SIGKILL)
+            eventually(lambda: not set(processes_of(stage.cache)) - {os.getpid()})
+        late = threading.Thread(target=lambda: outcome.append((root / "f01").read_bytes()), daemon=True)
+        late.start()
+        late.join(0.3)
+        assert outcome == [] and late.is_alive(), "the stored group holds them all"
+        stage.back()
+        again = f"exec 3<&{stored['group']} 4<&{stored['hand']}; export LISTEN_PID=$$ LISTEN_FDS=2 LISTEN_FDNAMES=group:hand; {command}"
+        with spawn(["bash", "-c", again], env=environment, pass_fds=list(stored.values())) as second:
+            until_ready()
+            for reader in [*readers, late]:
+                reader.join(30)
+            assert outcome == [stage.files["f01"]] * 4
+            check_all(root, stage.files)
+            host = open_host(stage.cache)
+            assert host.warnings == ()
+            lease = host.attach(stage.store, [stage.sample.digest])
+            host.stop(force=True)
+            host.close()
+            second.wait(20)
+            assert second.returncode == 0
+        for fd in stored.values():
+            os.close(fd)
+    assert "Traceback" not in log_of(stage.cache)
