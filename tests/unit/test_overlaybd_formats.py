@@ -12,7 +12,7 @@ import pytest
 import zstandard
 
 from dsec_layers.blocksource import BytesSource
-from dsec_layers.errors import ImageError, LimitError, UsageError
+from dsec_layers.errors import ImageError, LimitError, StoreError, UsageError
 from dsec_layers.overlaybd import (
     Algorithm,
     BlockCache,
@@ -393,6 +393,33 @@ def test_batches() -> None:
     assert list(batches([b"abc", b"", memoryview(b"defgh"), b"i"], 4)) == [b"abcd", b"efgh", b"i"]
     assert list(batches([b"abcd"], 4)) == [b"abcd"]
     assert list(batches([], 4)) == []
+
+
+class FailingSource(BytesSource):
+    """Fails when told to."""
+
+    fail = False
+
+    def pread(self, offset: int, length: int) -> bytes:
+        if self.fail:
+            raise StoreError("time-out")
+        return super().pread(offset, length)
+
+
+@pytest.mark.parametrize("kind", [".lsmt", ".zfile-lz4-4k", ".zfile-zstd-4k", ".zfile-lz4-4k.tar"])
+def test_d1_a_failed_read_is_an_error_and_not_zeros(kind: str) -> None:
+    source = FailingSource(vector("blk-64m-layer3" + kind))
+    disk = Disk([open_layer(source)])
+    places = [(8192, 4096), (8192, 100), (1_052_672, 8192), (0, 1 << 21)]
+    for offset, length in places:
+        source.fail = True
+        for _ in range(3):
+            with pytest.raises(StoreError):
+                disk.pread(offset, length)
+        source.fail = False
+        assert disk.pread(8192, 4096) == b"\xcc" * 4096
+        disk = Disk([open_layer(source)])  # with an empty cache
+    assert disk.pread(0, 8192) == bytes(8192)
 
 
 # tar

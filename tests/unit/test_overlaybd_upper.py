@@ -426,3 +426,20 @@ def test_entry_limit(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         upper.write(lba, b"x" * 512)
     with pytest.raises(LimitError):
         upper.flush()
+
+
+def test_b8_disks_beyond_16_tib(pair: Pair) -> None:
+    size = 32 << 40
+    disk = Disk([], pair.create(size))
+    places = (0, (4 << 30) - 512, 4 << 30, (16 << 40) - 100, size - 4096)
+    for number, place in enumerate(places, 1):
+        disk.pwrite(place, bytes([number]) * 4096)
+    disk.write_zeroes(1 << 40, 20 << 40)  # zeros over what was written at 16 TiB
+    disk.flush()
+    want = [bytes([number]) * 4096 for number in range(1, 6)]
+    want[1] = bytes([2]) * 512 + bytes([3]) * 3584
+    want[3] = bytes(4096)
+    for seen in (disk, Disk([], pair.reopen()), Disk([open_layer(BytesSource(assemble(commit(pair.reopen().freeze()))))])):
+        assert [seen.pread(place, 4096) for place in places] == want
+        assert seen.size == size
+    assert used(pair.paths[0]) < 1 << 20
