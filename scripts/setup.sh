@@ -1,8 +1,8 @@
 # Sourced by ./quickstart and ./test: packages, virtual environment, install. Debian 12 or 13, root for the packages. Uses what is there.
 # Usage: . scripts/setup.sh; setup run|test
 
-BASE_PACKAGES=(python3 python3-venv ca-certificates erofs-utils runc mmdebstrap zstd fuse3 e2fsprogs xz-utils)
-TEST_PACKAGES=(attr acl busybox-static crun docker-registry fio git iproute2 libnbd-bin nbdkit openssl procps qemu-system-x86 qemu-utils skopeo squashfs-tools strace umoci)
+BASE_PACKAGES=(python3 python3-venv ca-certificates erofs-utils crun runc mmdebstrap zstd fuse3 e2fsprogs xz-utils)
+TEST_PACKAGES=(attr acl busybox-static docker-registry fio git iproute2 libnbd-bin nbdkit openssl procps qemu-system-x86 qemu-utils skopeo squashfs-tools strace umoci)
 
 say() { printf '\033[1m==> %s\033[0m\n' "$*" >&2; }
 

@@ -17,7 +17,7 @@ from dsec_layers.layers.descriptor import Kind
 from dsec_layers.registry.objects import hold, load_layer, load_object
 from dsec_layers.store.base import Store, check_ref
 
-__all__ = ["Built", "build", "import_source"]
+__all__ = ["Built", "build", "clear_steps", "import_source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,14 @@ def build(
     )
     swap_ref(session.store, name, packed.digest, before)
     return built(name, recipe.kind, packed, time.monotonic() - began)
+
+
+def clear_steps(session: Session) -> None:
+    """Remove the results of build steps that are kept in the cache, but for those a running build uses."""
+    from dsec_layers.builders.stepcache import StepCache
+
+    with StepCache(session.cache / "steps", limit=0):
+        pass
 
 
 def current(store: Store, name: str) -> Digest | None:

@@ -37,13 +37,20 @@ def show(app: App) -> None:
     app.console.result(report, text)
 
 
-@command.command("clear", cls=Command, example="dsec-layers cache clear")
+@command.command("clear", cls=Command, example="dsec-layers cache clear\ndsec-layers cache clear --steps")
+@click.option("--steps", is_flag=True, help="Remove kept results of build steps instead.")
 @app_options
 @pass_app
-def clear(app: App) -> None:
+def clear(app: App, steps: bool) -> None:
     """Remove everything that no mount uses."""
     from dsec_layers.api.mounts import cache_clear
 
+    if steps:
+        from dsec_layers.api.build import clear_steps
+
+        clear_steps(app.session)
+        app.console.result({"cleared": "steps"}, lambda: app.console.out("removed the results of build steps"))
+        return
     cleared = cache_clear(app.session)
     app.console.result(cleared, lambda: app.console.out(f"removed {cleared.segments} segments, {human_bytes(cleared.bytes)}"))
 
