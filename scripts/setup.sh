@@ -2,7 +2,7 @@
 # Usage: . scripts/setup.sh; setup run|test
 
 BASE_PACKAGES=(python3 python3-venv ca-certificates erofs-utils crun runc mmdebstrap zstd fuse3 e2fsprogs xz-utils)
-TEST_PACKAGES=(attr acl busybox-static docker-registry fio git iproute2 libnbd-bin nbdkit openssl procps qemu-system-x86 qemu-utils skopeo squashfs-tools strace umoci)
+TEST_PACKAGES=(busybox-static fio libnbd-bin nbdkit openssl procps qemu-system-x86 qemu-utils skopeo squashfs-tools umoci)
 
 say() { printf '\033[1m==> %s\033[0m\n' "$*" >&2; }
 
