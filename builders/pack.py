@@ -112,6 +112,7 @@ def _pack(build: Build, ingest: Ingest, *, dedup: bool) -> PackResult:
                 content = packed.content(output.result())
                 same = find_same(build.store, build.candidates(packed.foreign_blobs), config, tree, content)
             if same is not None:
+                build.index_again(same[0])
                 return packed.result(*same, inodes, reused=True)
         with build.stage("metadata"):
             frame = _verified(tree, image, packed.devices)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dsec_layers.builders.pack_foreign import ForeignChunks, ForeignSegment, find_bad_blob
+from dsec_layers.builders.pack_foreign import ForeignChunks, ForeignSegment, Lookup, find_bad_blob
 from dsec_layers.builders.pack_output import Written
 from dsec_layers.builders.pack_previous import PreviousFirst
 from dsec_layers.builders.pack_same import Content
@@ -110,19 +110,20 @@ class Build:
 
     def foreign(self) -> ForeignChunks | None:
         """Where chunks of other layers are looked up; None if nothing is known of any."""
-        catalog = self.catalog if self.catalog is not None and not self.catalog.empty else None
+        catalog: Lookup | None = None
+        with self._tolerant("the catalog is not used"):
+            catalog = self.catalog if self.catalog is not None and not self.catalog.empty else None
         if self.previous is not None:
-            try:
-                return ForeignChunks(PreviousFirst(self.store, self.previous, catalog))
-            except DsecError as error:
-                self.progress.warning(f"the layer to be replaced, {self.previous}, cannot be read and is not built upon: {error}")
-        return ForeignChunks(catalog) if catalog is not None else None
+            with self._tolerant(f"the layer to be replaced, {self.previous}, cannot be read and is not built upon"):
+                catalog = PreviousFirst(self.store, self.previous, catalog)
+        return ForeignChunks(catalog, self.progress.warning) if catalog is not None else None
 
     def forget(self, blob: Digest) -> None:
         """Rely no longer on a blob."""
-        if self.catalog is not None:
-            self.catalog.forget_blob(blob)
         self.previous = None
+        if self.catalog is not None:
+            with self._tolerant(f"the catalog still knows {blob}"):
+                self.catalog.forget_blob(blob)
 
     def config_blob(self, inodes: int, content: int) -> bytes:
         """The config: nothing in it depends on the layout, so that equal inputs give equal configs."""
@@ -133,7 +134,8 @@ class Build:
         """Layers that may be what was packed: the one to be replaced, and those that refer to all its foreign blobs."""
         found = [self.previous] if self.previous is not None else []
         if self.catalog is not None and blobs:
-            found += sorted(set.intersection(*(set(self.catalog.layers_of(blob)) for blob in blobs)))
+            with self._tolerant("the catalog cannot say which layers are alike"):
+                found += sorted(set.intersection(*(set(self.catalog.layers_of(blob)) for blob in blobs)))
         return found[:_CANDIDATES]
 
     def clamp(self, tree: Tree) -> None:
@@ -143,12 +145,24 @@ class Build:
                 inode.mtime, inode.mtime_ns = min((inode.mtime, inode.mtime_ns), (self.epoch, 0))
 
     def index(self, digest: Digest, layer: Layer, segments: Table, chunks: Table) -> None:
-        """Tell the catalog. It can be rebuilt at any time, so its troubles are no reason to fail."""
+        """Tell the catalog of a new layer."""
         if self.catalog is not None:
-            try:
+            with self._tolerant(f"the catalog was not told of {digest}"):
                 self.catalog.add_tables(digest, layer, segments, chunks)
-            except DsecError as error:
-                self.progress.warning(f"the catalog was not told of {digest}: {error}")
+
+    def index_again(self, digest: Digest) -> None:
+        """Tell the catalog of a layer that was there, in case it was not told."""
+        if self.catalog is not None:
+            with self._tolerant(f"the catalog was not told of {digest}"):
+                self.catalog.add_layer(self.store, digest)
+
+    @contextmanager
+    def _tolerant(self, what: str) -> Iterator[None]:
+        """Troubles of what only saves work are no reason to fail: a catalog can be rebuilt at any time."""
+        try:
+            yield
+        except DsecError as error:
+            self.progress.warning(f"{what}: {error}")
 
 
 class Packed:

@@ -11,14 +11,14 @@ and compares the digests of exactly the chunks that are used.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from dsec_layers.digest import Buffer, Digest, content_digest
 from dsec_layers.erofs.tree import BLOCK
-from dsec_layers.errors import CorruptError, ImageError, NotFound
+from dsec_layers.errors import CorruptError, DsecError, ImageError, NotFound
 from dsec_layers.layers.frames import decompress
 from dsec_layers.layers.tables import MAX_SEGMENT, MAX_SEGMENTS
 from dsec_layers.registry.catalog import ChunkAt, SegmentAt
@@ -84,10 +84,11 @@ class ForeignSegment:
 
 
 class ForeignChunks:
-    """What is known of chunks elsewhere, for one layer being packed."""
+    """What is known of chunks elsewhere, for one layer being packed. A catalog that fails knows nothing more from then on; ``warn`` is told."""
 
-    def __init__(self, catalog: Lookup) -> None:
-        self._catalog = catalog
+    def __init__(self, catalog: Lookup, warn: Callable[[str], None]) -> None:
+        self._catalog: Lookup | None = catalog
+        self._warn = warn
         self._found: dict[bytes, ChunkAt] = {}
         self._segments: dict[tuple[Digest, int], ForeignSegment] = {}
         self._held: dict[bytes, Held] = {}
@@ -97,7 +98,13 @@ class ForeignChunks:
 
     def look(self, digests: Sequence[bytes]) -> None:
         """Look up the chunks of a window."""
-        self._found = self._catalog.lookup(digests)
+        self._found = {}
+        if self._catalog is not None:
+            try:
+                self._found = self._catalog.lookup(digests)
+            except DsecError as error:
+                self._catalog = None
+                self._warn(f"the catalog fails, the rest is stored without it: {error}")
 
     def offer(self, digest: bytes, data: Buffer, slot: int) -> ForeignSegment | None:
         """Whether a chunk is elsewhere: the segment, which may be in use (``number``) or not yet; then the chunk is held and its extent stays open."""

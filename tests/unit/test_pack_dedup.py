@@ -14,6 +14,7 @@ from dsec_layers.builders.pack_foreign import HELD, REPAID
 from dsec_layers.builders.sink import ContentSink
 from dsec_layers.digest import Digest
 from dsec_layers.erofs.tree import Tree
+from dsec_layers.errors import Conflict
 from dsec_layers.layers.manifest import FOREIGN
 from dsec_layers.progress import Progress, Task
 from dsec_layers.registry.catalog import Catalog, ChunkAt
@@ -302,6 +303,39 @@ def test_a_blob_that_vanishes_at_the_last_moment_is_done_without(catalog: Catalo
     two = pack(store, files, catalog=catalog)
     assert calls == 4 and files.times == 2 and foreign_blobs(two) == []
     assert contents(store, two.digest) == files.sha256()
+
+
+class Failing(Catalog):
+    """A catalog that another process keeps locked, from the ``n``-th call on."""
+
+    def __init__(self, inner: Catalog, n: int) -> None:
+        self.inner, self.left = inner, n
+
+    def __getattribute__(self, name: str) -> object:
+        own = object.__getattribute__
+        if name in ("inner", "left", "__class__", "__dict__"):
+            return own(self, name)
+        self.left -= 1
+        if self.left < 0:
+            raise Conflict("locked")
+        return getattr(own(self, "inner"), name)
+
+
+@pytest.mark.parametrize("n", range(8))
+def test_a_catalog_that_fails_at_any_call_only_costs_dedup(catalog: Catalog, n: int) -> None:
+    store, progress = MemoryStore(), Warnings()
+    one = pack(store, BASE, catalog=catalog)
+    files = Files(BASE | {"new": b"n" * 5000})
+    two = pack(store, files, catalog=Failing(catalog, n), previous=one.digest if n % 2 else None, progress=progress)
+    assert contents(store, two.digest) == files.sha256()
+    assert n > 3 or any("catalog" in message for message in progress.said)
+
+
+def test_a_catalog_that_missed_the_layer_is_told_later(catalog: Catalog) -> None:
+    store = MemoryStore()
+    one = pack(store, BASE)
+    assert pack(store, BASE, previous=one.digest, catalog=catalog).reused
+    assert catalog.holds().layers == 1
 
 
 @contextmanager
