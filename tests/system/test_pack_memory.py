@@ -9,7 +9,7 @@ import pytest
 from dsec_layers import proc
 
 SCRIPT = """
-import random, resource, stat, sys
+import random, stat, sys
 from dsec_layers.builders.pack import pack_layer
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.layers.descriptor import Kind
@@ -34,7 +34,8 @@ def ingest(sink, progress):
     return tree
 
 result = pack_layer(PosixStore(Path(sys.argv[1])), ingest, kind=Kind.BASE, workers=2, level=1)
-print(result.unique >> 20, result.segments, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+print(result.unique >> 20, result.segments, int(peak.split()[1]) >> 10)
 """
 
 
