@@ -175,7 +175,7 @@ class Disk:
         check_range(offset, length, self.size)
         until = offset + length
         at, last = offset, None
-        for lba, _, kind in self._state.pieces(offset // SECTOR, -(-until // SECTOR)):
+        for lba, _, kind in self._state.pieces(offset // SECTOR, -(-until // SECTOR)) if length else ():
             here = max(offset, lba * SECTOR)
             if kind != last:
                 if last is not None:

@@ -480,6 +480,12 @@ def test_what_is_no_layer() -> None:
             opened(blob)
 
 
+def test_empty_ranges() -> None:
+    disk = Disk([opened(sealed(DATA, (0, 4, 8, 0, False)))])
+    for offset in (0, 1, 511, 512, disk.size):
+        assert (disk.pread(offset, 0), list(disk.extents(offset, 0))) == (b"", [])
+
+
 def test_no_layers_and_no_segments() -> None:
     with pytest.raises(UsageError):
         Disk([])
