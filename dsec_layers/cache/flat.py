@@ -8,7 +8,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Final, Protocol, Self, SupportsIndex
+from typing import Final, Protocol, Self
 
 from dsec_layers.cache.metadata import LayerFiles
 from dsec_layers.cache.piece import Piece
@@ -40,8 +40,8 @@ class FlatImage:
         self._files = files
         self._cache = cache
         try:
-            self._image = _Descriptor(os.open(files.image, os.O_RDONLY | os.O_CLOEXEC))
-            image = os.fstat(self._image.fd).st_size
+            self._image_fd = os.open(files.image, os.O_RDONLY | os.O_CLOEXEC)
+            image = os.fstat(self._image_fd).st_size
         except OSError as error:
             raise map_os_error(error, str(files.image)) from error
         self._starts = [0, *itertools.accumulate(files.sizes, initial=image)]
@@ -54,24 +54,29 @@ class FlatImage:
         parts = [self._read(part, at, count) for part, at, count in self._parts(offset, length)]
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def sendable(self, offset: int, length: int) -> list[tuple[SupportsIndex, int, int]] | None:
-        """(descriptor, offset in it, bytes) of the parts that are the range, for sendfile(2); None if one of them is absent. Never fetches.
+    def sendable(self, offset: int, length: int) -> list[tuple[int, int, int]]:
+        """(descriptor, offset in it, bytes) of the present parts from the front of a range, for sendfile(2); stops at the first absent one.
 
-        A descriptor is an object that has its number as ``__index__`` and stays open as long as it is held, even after ``close``.
+        The caller closes each descriptor.
         """
-        found: list[tuple[SupportsIndex, int, int]] = []
+        found = []
         for part, at, count in self._parts(offset, length):
-            descriptor = self._image if part == 0 else self._present(part - 1)
-            if descriptor is None:
-                return None
-            found.append((descriptor, at, count))
+            if part == 0:
+                fd: int | None = os.dup(self._image_fd)
+            else:
+                fd = self._cache.open_present(self._files.piece(part - 1))
+            if fd is None:
+                break
+            found.append((fd, at, count))
         return found
 
     def close(self) -> None:
-        """Let go of all descriptors; the image is not to be read any more."""
+        """Close all descriptors."""
         with self._lock:
+            for descriptor in self._open.values():
+                descriptor.drop()
             self._open.clear()
-        del self._image
+        os.close(self._image_fd)
 
     def __enter__(self) -> Self:
         return self
@@ -94,48 +99,52 @@ class FlatImage:
             part += 1
 
     def _read(self, part: int, at: int, count: int) -> bytes:
+        descriptor = None
         try:
-            descriptor = self._image if part == 0 else self._segment(part - 1)
+            if part == 0:
+                return pread_exact(self._image_fd, count, at)
+            descriptor = self._segment(part - 1)
             return pread_exact(descriptor.fd, count, at)
         except EOFError as error:
             raise CorruptError(f"{self._files.digest}: {error}") from error
         except OSError as error:
             raise map_os_error(error, f"cached part of {self._files.digest}") from error
+        finally:
+            if descriptor is not None:
+                descriptor.drop()
 
     def _segment(self, number: int) -> _Descriptor:
-        return self._known(number) or self._keep(number, self._cache.open(self._files.piece(number)))
-
-    def _present(self, number: int) -> _Descriptor | None:
-        known = self._known(number)
-        if known is not None:
-            return known
-        fd = self._cache.open_present(self._files.piece(number))
-        return self._keep(number, fd) if fd is not None else None
-
-    def _known(self, number: int) -> _Descriptor | None:
         with self._lock:
             descriptor = self._open.get(number)
             if descriptor is not None:
                 self._open.move_to_end(number)
-            return descriptor
-
-    def _keep(self, number: int, fd: int) -> _Descriptor:
-        descriptor = _Descriptor(fd)
+                return descriptor.take()
+        opened = _Descriptor(self._cache.open(self._files.piece(number)))
         with self._lock:
-            self._open[number] = descriptor
+            self._open[number], before = opened.take(), self._open.get(number)
+            if before is not None:
+                before.drop()
             if len(self._open) > _OPEN_SEGMENTS:
-                self._open.popitem(last=False)
-        return descriptor
+                self._open.popitem(last=False)[1].drop()
+        return opened
 
 
 class _Descriptor:
-    """A descriptor that is closed when nobody holds it any more, so that it cannot be closed, and its number given away, under a reader."""
+    """A descriptor that is closed when its last user lets go."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self._users = 1
+        self._lock = threading.Lock()
 
-    def __index__(self) -> int:
-        return self.fd
+    def take(self) -> Self:
+        with self._lock:
+            self._users += 1
+        return self
 
-    def __del__(self) -> None:
+    def drop(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
         os.close(self.fd)
