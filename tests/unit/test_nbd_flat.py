@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from dsec_layers.cache.flat import FlatImage
+from dsec_layers.cache.piece import Piece
+from dsec_layers.disks.flat import FlatSource
 from dsec_layers.fuse.nbd import Export, Server
 from tests.nbd_client import Client
 
@@ -29,19 +29,19 @@ class Cache:
         """What segment ``number`` holds."""
         return random.Random(-number - 1).randbytes(SIZES[number])
 
-    def open(self, piece: Any) -> int:
+    def open(self, piece: Piece) -> int:
         """See PieceOpener."""
         fd = self.open_present(piece)
         if fd is None:
-            self.fetched.append(piece)
-            (self.folder / str(piece)).write_bytes(self.content(piece))
-            fd = os.open(self.folder / str(piece), os.O_RDONLY)
+            self.fetched.append(piece.offset)
+            (self.folder / piece.name).write_bytes(self.content(piece.offset))
+            fd = os.open(self.folder / piece.name, os.O_RDONLY)
         return fd
 
-    def open_present(self, piece: Any) -> int | None:
+    def open_present(self, piece: Piece) -> int | None:
         """See PieceOpener."""
         try:
-            return os.open(self.folder / str(piece), os.O_RDONLY)
+            return os.open(self.folder / piece.name, os.O_RDONLY)
         except FileNotFoundError:
             return None
 
@@ -61,10 +61,10 @@ def open_files(folder: Path) -> list[str]:
 def test_a_flat_image_is_served(tmp_path: Path, structured: bool) -> None:
     cache = Cache(tmp_path)
     metadata = random.Random(0).randbytes(50_000 // 4096 * 4096)
-    (tmp_path / "image").write_bytes(metadata)
-    files: Any = SimpleNamespace(image=tmp_path / "image", sizes=SIZES, digest="sha256:0", piece=lambda number: number)
+    pieces = [Piece(number.to_bytes(32, "big"), SIZES[number], "", "", number, SIZES[number]) for number in range(SEGMENTS)]
     whole = metadata + b"".join(cache.content(number) for number in range(SEGMENTS))
-    with FlatImage(files, cache) as image, Server([Export(image)], unix=tmp_path / "s") as server, Client(server.address) as client:
+    source = FlatSource(metadata, pieces, cache, tmp_path)
+    with Server([Export(source)], unix=tmp_path / "s") as server, Client(server.address) as client:
         client.greet()
         client.go(structured=structured)
         assert client.size == len(whole)
@@ -76,9 +76,11 @@ def test_a_flat_image_is_served(tmp_path: Path, structured: bool) -> None:
         assert client.read(0, len(whole)) == whole
         assert sorted(cache.fetched) == sorted(set(cache.fetched))
         for number in cache.fetched:
-            (tmp_path / str(number)).unlink()  # evicted: what is open can be read, the rest is fetched again
+            (tmp_path / pieces[number].name).unlink()  # evicted: what is open can be read, the rest is fetched again
         for _ in range(50):
             offset = rng.randrange(len(whole) - 100_000)
             assert client.read(offset, 100_000) == whole[offset : offset + 100_000]
-        assert len(open_files(tmp_path)) <= 64 + 1
+    source.close()
+    del source, server
+    gc.collect()
     assert open_files(tmp_path) == []
