@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ from tests.oracle import diff as differences
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> Session:
-    return Session(tmp_path / "store", tmp_path / "cache")
+def session(tmp_path: Path) -> Iterator[Session]:
+    with Session(tmp_path / "store", tmp_path / "cache") as opened:
+        yield opened
 
 
 @pytest.fixture
