@@ -24,6 +24,7 @@ from dsec_layers.errors import Conflict, DsecError, LimitError, NotFound, UsageE
 from dsec_layers.fsio import map_os_error
 from dsec_layers.fuse.layers import LayerMounts, Stores
 from dsec_layers.fuse.records import Holder, LayerUse, LeaseRecord, MountRecord, Records
+from dsec_layers.layers.descriptor import Kind
 from dsec_layers.layers.manifest import Layer
 from dsec_layers.linux.mount import mount_bind, mount_overlay, umount
 from dsec_layers.linux.mountinfo import MountPoint, is_mount_point, read_mounts
@@ -166,10 +167,12 @@ class Manager:
             self._save(record)
             try:
                 paths = self.attach(identifier, store, members, Holder(target=target), driver)
-                if len(paths) == 1:
+                if isinstance(value, Layer) and value.kind is Kind.BASE:
                     mount_bind(paths[0], target)
                 else:
-                    mount_overlay(target, list(reversed(paths)), source=f"{_SOURCE}{identifier}")
+                    # Also for one layer, above an empty directory: in the layer itself whiteouts would show as devices.
+                    empty = [] if len(paths) > 1 else [self._empty_directory()]
+                    mount_overlay(target, [*reversed(paths), *empty], source=f"{_SOURCE}{identifier}")
             except BaseException:
                 self.release(identifier)
                 self._records.remove(record)
@@ -266,6 +269,11 @@ class Manager:
         """The leases that are held."""
         with self._lock:
             return list(self._leases.values())
+
+    def _empty_directory(self) -> Path:
+        path = self._directory.root / "empty"
+        path.mkdir(mode=0o755, exist_ok=True)
+        return path
 
     def _forget(self, record: MountRecord) -> None:
         self._mounts.pop(record.target, None)
