@@ -197,5 +197,5 @@ class DiskMachine(RuleBasedStateMachine):
         self.files.done()
 
 
-DiskMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+DiskMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 TestDisk = pytest.mark.slow(DiskMachine.TestCase)

@@ -83,6 +83,7 @@ def test_no_flipped_bit_of_a_zfile_gives_wrong_data(algorithm: Algorithm, rewrit
     assert seen > 2000
 
 
+@pytest.mark.slow
 def test_flipped_bits_of_a_plain_layer_are_refused_or_read() -> None:
     blob = vector(STEM + ".lsmt")
     index = int.from_bytes(blob[-4096 + 32 : -4096 + 40], "little")
