@@ -22,8 +22,6 @@ from dsec_layers.sandbox.hostnet import find_ca_bundle, proxy_variables
 
 __all__ = ["bootstrap", "command", "describe", "host_mirrors", "parse_mirrors", "source_lines"]
 
-_DEFAULT_MIRROR: Final = "http://mirror.test/debian"
-_SECURITY: Final = "http://mirror.test/debian-security"
 _ROLLING: Final = frozenset(("sid", "unstable", "experimental"))
 _TAIL: Final = 3000
 
@@ -118,7 +116,7 @@ def source_lines(debian: DebianInput, mirrors: Iterable[str]) -> list[str]:
 
 
 def host_mirrors(directory: Path = Path("/etc/apt")) -> list[str]:
-    """The Debian mirrors this host's apt uses: the archive and the security archive; Debian's own where it names none."""
+    """The Debian mirrors this host's apt uses: the archive and the security archive. None if it names no archive: mmdebstrap then knows Debian's own."""
     texts = []
     for path in [
         directory / "sources.list",
@@ -130,9 +128,9 @@ def host_mirrors(directory: Path = Path("/etc/apt")) -> list[str]:
         except OSError:
             continue
     found = [url for text in texts for url in parse_mirrors(text)]
-    archive = next((url for url in found if url.rstrip("/").endswith("/debian")), _DEFAULT_MIRROR)
-    security = next((url for url in found if url.rstrip("/").endswith("/debian-security")), _SECURITY)
-    return [archive, security]
+    archive = [url for url in found if url.rstrip("/").endswith("/debian")]
+    security = [url for url in found if url.rstrip("/").endswith("/debian-security")]
+    return archive[:1] + security[:1] if archive else []
 
 
 def parse_mirrors(text: str) -> Iterator[str]:

@@ -41,11 +41,11 @@ def test_mirrors_of_both_kinds_of_files() -> None:
 
 
 def test_the_hosts_mirrors_and_debians_own(tmp_path: Path) -> None:
-    assert host_mirrors(tmp_path) == ["http://mirror.test/debian", "http://mirror.test/debian-security"]
+    assert host_mirrors(tmp_path) == []
     (tmp_path / "sources.list.d").mkdir()
     (tmp_path / "sources.list.d/debian.sources").write_text(DEB822)
     (tmp_path / "sources.list").write_text("deb http://other.test/something bookworm main\n")
-    assert host_mirrors(tmp_path) == ["http://one.test/debian", "http://mirror.test/debian-security"]
+    assert host_mirrors(tmp_path) == ["http://one.test/debian"]
     (tmp_path / "sources.list").write_text(ONE_LINE)
     assert host_mirrors(tmp_path) == ["https://mirror.test/debian/", "http://mirror.test/debian-security"]
 
