@@ -19,6 +19,7 @@ from dsec_layers.api.disks import branch, commit, create, detach
 from dsec_layers.disks.attach import SOCKET
 from dsec_layers.disks.owner import served
 from dsec_layers.errors import HostError, ToolError
+from dsec_layers.proc import find_tool
 from tests.guest import Guest, Kernel, boot, busybox_root, cache_directory, find_kernel, pad_image, program_with_libraries, unpack
 
 pytestmark = pytest.mark.slow
@@ -43,11 +44,13 @@ class World:
 
 @pytest.fixture(scope="module")
 def kernel() -> Kernel:
-    """Debian's cloud kernel."""
+    """Debian's cloud kernel, if there is all that it takes to start it."""
     try:
+        for program in ("qemu-system-x86_64", "busybox", "mke2fs"):
+            find_tool(program)
         return find_kernel(cache_directory())
     except ToolError as error:
-        pytest.skip(f"the guest's kernel cannot be had: {error.message}")
+        pytest.skip(f"a guest cannot be had: {error.message}")
 
 
 @pytest.fixture(scope="module")
