@@ -7,7 +7,7 @@ All methods may be called from any thread.
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from typing import Protocol, SupportsIndex
 
 from dsec_layers.digest import Buffer
 from dsec_layers.errors import CorruptError, UsageError
@@ -115,6 +115,10 @@ class FileSource:
         except OSError as error:
             raise map_os_error(error, self._name) from error
 
+    def sendable(self, offset: int, length: int) -> list[tuple[SupportsIndex, int, int]] | None:
+        """(descriptor, offset, length) of the places where a range lies in files; here the range itself."""
+        return [(self._fd, offset, length)]
+
 
 class SliceSource:
     """A range of another source, seen as a source of its own."""
@@ -129,3 +133,8 @@ class SliceSource:
         """See BlockSource."""
         check_range(offset, length, self.size)
         return self._source.pread(self._offset + offset, length)
+
+    def sendable(self, offset: int, length: int) -> list[tuple[SupportsIndex, int, int]] | None:
+        """See FileSource; None where the other source cannot say."""
+        sendable = getattr(self._source, "sendable", None)
+        return sendable(self._offset + offset, length) if sendable is not None else None

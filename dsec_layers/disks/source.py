@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from dsec_layers.fuse.nbd import Piece
 from dsec_layers.fuse.nbd.protocol import NBD_STATE_HOLE, NBD_STATE_ZERO
 from dsec_layers.overlaybd import Disk
 
@@ -26,11 +25,8 @@ class ReadOnlySource:
     def __init__(self, disk: Disk) -> None:
         self.size = disk.size
         self.pread = disk.pread
+        self.sendable = disk.sendable
         self._disk = disk
-
-    def sendable(self, offset: int, length: int) -> list[Piece] | None:
-        """See fuse.nbd.Sendable."""
-        return None
 
     def block_status(self, offset: int, length: int) -> Iterator[tuple[int, int]]:
         """See fuse.nbd.ExtentSource."""

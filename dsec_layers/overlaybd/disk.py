@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, SupportsIndex, TypeAlias
 
 from dsec_layers.blocksource import BlockSource, check_range
 from dsec_layers.digest import Buffer
@@ -22,6 +22,7 @@ _MAX_TRIMS = 64  # a discard is split around what is zero already, but not into 
 _MAX_SEEN = 4096  # nor after looking at more pieces than this
 
 Kind: TypeAlias = Literal["data", "zero", "hole"]
+Place: TypeAlias = tuple[SupportsIndex, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,30 @@ class _State:
         if source >= 0:
             parts.append(self.sources[source].pread(moffset * SECTOR, (end - moffset) * SECTOR))
 
+    def places(self, first: int, end: int) -> list[Place] | None:
+        """Where sectors ``[first, end)`` lie in files, byte for byte; None if they do not."""
+        found: list[Place] = []
+        if self.upper is not None:
+            mapped, file = self.upper.places(first, end)
+            for lba, stop, moffset, zeroed in mapped:
+                if zeroed or file is None or (lba > first and not self._places_below(first, lba, found)):
+                    return None
+                found.append((file, moffset * SECTOR, (stop - lba) * SECTOR))
+                first = stop
+        return found if first == end or self._places_below(first, end, found) else None
+
+    def _places_below(self, first: int, end: int, found: list[Place]) -> bool:
+        for lba, stop, moffset, source, zeroed in self.mapping.pieces(first, end):
+            sendable = getattr(self.sources[source], "sendable", None)
+            if lba > first or zeroed or sendable is None:
+                return False
+            places = sendable(moffset * SECTOR, (stop - lba) * SECTOR)
+            if places is None:
+                return False
+            found += places
+            first = stop
+        return first == end
+
     def pieces(self, first: int, end: int) -> Iterator[tuple[int, int, Kind]]:
         """``[first, end)`` without gaps: (sector, end sector, kind)."""
         while first < end and self.upper is not None:
@@ -139,6 +164,16 @@ class Disk:
             return data
         skip = offset - first * SECTOR
         return data[skip : skip + length]
+
+    def sendable(self, offset: int, length: int) -> list[Place] | None:
+        """The (file, offset in it, length) of the parts that a range lies in, one behind the other; None unless all of it lies plainly in files that are here.
+
+        A file is an int, or an object whose ``__index__`` gives a descriptor; it must be held until the bytes were taken. Never waits for a source.
+        """
+        check_range(offset, length, self.size)
+        if (offset | length) % SECTOR or not length:
+            return None
+        return self._state.places(offset // SECTOR, (offset + length) // SECTOR)
 
     def pwrite(self, offset: int, data: Buffer) -> None:
         """See WritableSource. Whole sectors are appended as they are; a part of a sector is completed by what the disk has there."""

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import os
 import threading
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -37,7 +38,7 @@ from dsec_layers.overlaybd.segments import MAX_SEGMENTS, SECTOR, Ints, Segments
 from dsec_layers.overlaybd.upper_index import UpperIndex, dead_blocks
 from dsec_layers.overlaybd.upper_journal import RING, Journal
 
-__all__ = ["MAX_PENDING", "Recovery", "Upper"]
+__all__ = ["MAX_PENDING", "Recovery", "Upper", "UpperFile"]
 
 MAX_PENDING = 65536
 """Index entries kept in memory between flushes; one more makes a flush."""
@@ -70,6 +71,22 @@ class _Grave:
     blocks: Ints
 
 
+class UpperFile:
+    """An upper's data file, usable where a descriptor is: it keeps what lay in it when it was made from being given back to the file system."""
+
+    __slots__ = ("_done", "_fd")
+
+    def __init__(self, fd: int, done: Callable[[], None]) -> None:
+        self._fd = fd
+        self._done = done
+
+    def __index__(self) -> int:
+        return self._fd
+
+    def __del__(self) -> None:
+        self._done()
+
+
 class Upper:
     """An append-mode read-write layer. Sectors in, sectors out: whole 512-byte sectors only; alignment and what lies below are the disk's affair.
 
@@ -95,6 +112,7 @@ class Upper:
         self._flush_lock = threading.Lock()
         self._generation = 0
         self._readers: Counter[int] = Counter()
+        self._left: deque[int] = deque()
         self._since = 0  # sectors written or discarded since dead blocks were last looked for
         self._freed = _NO_BLOCKS
         self._graves: list[_Grave] = []
@@ -204,9 +222,31 @@ class Upper:
             return self._load(pieces)
         finally:
             with self._lock:
-                self._readers[generation] -= 1
-                if not self._readers[generation]:
-                    del self._readers[generation]
+                self._leave(generation)
+
+    def places(self, first: int, end: int) -> tuple[list[tuple[int, int, int, bool]], UpperFile | None]:
+        """As ``read``, but where the data lies: (sector, end sector, first sector in the data file, zeroed), and that file, for sendfile(2) and the like.
+
+        What a place holds does not change while the file object lives; None if there are no places.
+        """
+        with self._lock:
+            pieces = list(self._index.pieces(first, end))
+            if not pieces:
+                return [], None
+            self._let_go()
+            self._readers[self._generation] += 1
+            return pieces, UpperFile(self._data_fd, functools.partial(self._left.append, self._generation))
+
+    def _leave(self, generation: int) -> None:
+        """A read that began in ``generation`` is done. Called with the lock held."""
+        self._readers[generation] -= 1
+        if not self._readers[generation]:
+            del self._readers[generation]
+
+    def _let_go(self) -> None:
+        """Count out the file objects that are gone. They only leave a note: the collector may take one while this very thread holds the lock."""
+        while self._left:
+            self._leave(self._left.popleft())
 
     def mapped(self, first: int, end: int, limit: int) -> list[tuple[int, int, bool]]:
         """As ``read`` without the data, at most ``limit`` pieces: (sector, end sector, whether zeroed)."""
@@ -358,6 +398,7 @@ class Upper:
         budget = _PUNCHES
         while self._graves and budget and self._punching:
             with self._lock:
+                self._let_go()
                 if not self._graves or min(self._readers, default=self._generation) <= self._graves[0].generation:
                     return
                 grave = self._graves.pop(0)
