@@ -54,6 +54,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--idle", type=float, default=defaults.idle, metavar="S", help="end after S seconds without mounts; 0: never")
     parser.add_argument("--fetches", type=int, default=defaults.fetches, metavar="N", help="fetch at most N segments at once")
     parser.add_argument("--deadline", type=float, default=defaults.deadline, metavar="S", help="readers get an error after S seconds")
+    parser.add_argument(
+        "--limit", type=int, default=defaults.limit, metavar="BYTES", help="keep unused segments below so many bytes; 0: no limit"
+    )
     parser.add_argument("--buffered", action="store_true", help="mount without directio: segments are cached twice in memory")
     parser.add_argument("--holes", action="store_true", help="absent segments are holes, as on kernels that need it")
     return parser.parse_args(argv)
@@ -65,6 +68,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         idle=arguments.idle,
         fetches=arguments.fetches,
         deadline=arguments.deadline,
+        limit=arguments.limit,
         direct=not arguments.buffered,
         holes=arguments.holes,
     )

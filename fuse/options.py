@@ -14,7 +14,8 @@ LOG: Final = "daemon.log"
 @dataclass(frozen=True, slots=True)
 class Options:
     """``linger``: seconds an unused layer stays mounted; ``idle``: seconds without mounts after which the daemon ends (0: never); ``fetches``: segments fetched
-    at once; ``deadline``: seconds after which a reader gets an error; ``direct``: mount so that segments are not cached twice in memory; ``holes``: absent
+    at once; ``deadline``: seconds after which a reader gets an error; ``limit``: bytes that segments may take on the disk (0: all there is; what mounted layers
+    use is never removed); ``direct``: mount so that segments are not cached twice in memory; ``holes``: absent
     segments as holes even where empty files would do (cache/segments.py).
     """
 
@@ -22,5 +23,6 @@ class Options:
     idle: float = 300.0
     fetches: int = 16
     deadline: float = 60.0
+    limit: int = 0
     direct: bool = True
     holes: bool = False

@@ -76,6 +76,7 @@ class _Worker:
             raise HostError("the keeper died while the worker started")
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping = False
+        self._fetched = -1
         signal.signal(signal.SIGTERM, self._on_signal)
         descriptors = set_descriptor_limit(_DESCRIPTORS)
         self._options = options = Options(**spec["options"])
@@ -91,6 +92,7 @@ class _Worker:
         mounters: dict[str, Mounter] = {"fuse": self._flat}
         if spec["group"] >= 0:
             mounters["fanotify"] = _DeviceMounter(self._cache, options.direct)
+        self._cache.make_room = self._make_room
         self._layers = LayerMounts(self._directory, self._cache, stores, records, mounters, linger=options.linger)
         self._manager = Manager(self._directory, self._cache, stores, records, self._layers)
         self._events: EventServer | None = None
@@ -138,6 +140,7 @@ class _Worker:
                 become_keeper({**self._spec, "ready": -1})
             try:
                 self._manager.sweep()
+                self._keep_limit()
             except (DsecError, OSError) as error:
                 _log.error("sweep: %s", error)
             if self._is_idle():
@@ -146,6 +149,19 @@ class _Worker:
 
     def _is_idle(self) -> bool:
         return self._options.idle > 0 and self._service.end_if_quiet(self._options.idle, self._manager.is_idle)
+
+    def _make_room(self, wanted: int) -> int:
+        """Remove segments that no mounted layer has, the oldest first."""
+        return self._cache.evict(wanted, self._layers.segments_in_use())
+
+    def _keep_limit(self) -> None:
+        """Keep what the segments take below the limit, if there is one and something was fetched."""
+        fetched = self._fetcher.snapshot().segments
+        if self._options.limit and fetched != self._fetched:
+            self._fetched = fetched
+            over = self._cache.usage().bytes - self._options.limit
+            if over > 0:
+                self._make_room(over)
 
     def _end(self) -> int:
         if self._stock is not None:
@@ -159,8 +175,7 @@ class _Worker:
             _log.warning("stopping with mounts in place")
             if self._events is not None:
                 self._events.stop()
-            self._fetcher.close()
-            return EXIT_PARKED
+            return EXIT_PARKED  # the events in hand stay unanswered: the next worker goes on with them
         if self._events is not None:
             self._events.stop()
         self._flat.stop()
@@ -210,6 +225,7 @@ class _DeviceMounter:
 def _open_log(path: Path) -> None:
     handler = logging.handlers.RotatingFileHandler(path, maxBytes=_LOG_BYTES, backupCount=1)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s[%(process)d] %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    logging.raiseExceptions = False  # a full disk is no reason for a traceback
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)

@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 Waiter: TypeAlias = Callable[[DsecError | None], None]
 _REOPEN: Final = 3
+_ROOM: Final = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,8 @@ class SegmentCache:
         self._names = threading.Lock()
         self._writers = _Claims()
         self._own_writes: set[str] = set()
+        self.make_room: Callable[[int], int] = lambda _: 0
+        """Called when the disk is full: removes what nobody uses, returns how many bytes that gave."""
 
     # ---- readers in user space
 
@@ -250,7 +253,7 @@ class SegmentCache:
     def _fill(self, fd: int, data: Buffer, name: str) -> None:
         """Make ``data`` the content of an absent file, and the file present if it is the one that has the name."""
         try:
-            write_whole(fd, data)
+            self._write(fd, data)
             self.directory.set_stamp(fd)
         except OSError as error:
             # Nothing half written stays, and its space is given back. Truncating raises an event even through a descriptor whose writes raise none.
@@ -260,6 +263,15 @@ class SegmentCache:
                     os.ftruncate(fd, len(data))
             raise map_os_error(error, f"cache {self.directory.root}") from error
         self._publish(fd, name)
+
+    def _write(self, fd: int, data: Buffer) -> None:
+        """Write, if need be after making room once."""
+        try:
+            write_whole(fd, data)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or not self.make_room(_ROOM):
+                raise
+            write_whole(fd, data)
 
     def _publish(self, fd: int, name: str) -> None:
         """Move a complete file from absent/ to present/, unless the name there belongs to another file."""
@@ -277,7 +289,7 @@ class SegmentCache:
         try:
             fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600, dir_fd=self.directory.staging_fd)
             try:
-                write_whole(fd, data)
+                self._write(fd, data)
                 self.directory.set_stamp(fd)
             finally:
                 os.close(fd)
@@ -405,6 +417,29 @@ class SegmentCache:
                         count += 1
                         total += status.st_blocks * 512
         return Usage(count, total)
+
+    def evict(self, wanted: int, in_use: set[str]) -> int:
+        """Remove present segments that are not ``in_use``, those first that came first, until they gave ``wanted`` bytes; returns what they gave.
+
+        One that a mount has open all the same goes on being read there, and gives its space back when that ends.
+        """
+        candidates = []
+        with os.scandir(self.directory.present_fd) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    if entry.name not in in_use:
+                        candidates.append((status.st_ctime_ns, entry.name, status.st_blocks * 512))
+        freed = 0
+        for _, name, size in sorted(candidates):
+            if freed >= wanted:
+                break
+            with self._names, suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self.directory.present_fd)
+                freed += size
+        if freed:
+            _log.info("removed segments of %d bytes that no mounted layer has", freed)
+        return freed
 
     def counters(self) -> Counters:
         """What was fetched since this object was made."""

@@ -389,3 +389,18 @@ def test_b9_a_layer_without_segments_or_anything(place: Path, store: PosixStore)
     with daemon(place / "cache") as host:
         host.mount(store, sample.digest, place / "target")
         assert list((place / "target").iterdir()) == []
+
+
+def test_f1_unused_segments_are_kept_below_the_limit(place: Path, store: PosixStore) -> None:
+    first, second = make_layer(store, BASE), make_layer(store, WORK, kind=Kind.WORKSPACE)
+    limit = int(first.segments["size"].sum())
+    with daemon(place / "cache", ["--linger", "0", "--limit", str(limit), "--idle", "60"]) as host:
+        with host.attach(store, [first.digest]) as lease:
+            assert read_tree(lease.paths[0]) == BASE
+        with host.attach(store, [second.digest]) as lease:
+            assert read_tree(lease.paths[0]) == WORK
+            eventually(lambda: host.show().bytes <= limit)
+            assert read_tree(lease.paths[0]) == WORK
+            assert host.show().fetched == len(first.segments) + len(second.segments), "what is mounted is not removed"
+        with host.attach(store, [first.digest]) as lease:
+            assert read_tree(lease.paths[0]) == BASE

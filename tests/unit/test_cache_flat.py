@@ -58,7 +58,7 @@ def test_it_is_metadata_and_then_the_segments(tmp_path: Path, made: Made) -> Non
         assert Image(wanted).tree(metadata_only=True).root.children is not None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_range(tmp_path_factory: pytest.TempPathFactory, made: Made, data: st.DataObject) -> None:
     with open_cache(tmp_path_factory.mktemp("cache"), made.store) as cache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -12,7 +13,8 @@ from dsec_layers.cache import directory as directory_module
 from dsec_layers.cache.directory import CacheDirectory, stamp_of
 from dsec_layers.cache.piece import Piece
 from dsec_layers.cache.segments import SegmentCache
-from dsec_layers.errors import Conflict, CorruptError, DsecError, StoreError
+from dsec_layers.digest import Buffer
+from dsec_layers.errors import Conflict, CorruptError, DsecError, NoSpace, StoreError
 from dsec_layers.store.faulty import Fault, FaultyStore
 from dsec_layers.store.memory import MemoryStore
 from tests.cache_kit import eventually, open_cache, put_piece
@@ -283,3 +285,38 @@ def test_devices_of_the_wrong_size_or_stamp_are_not_taken_for_complete(tmp_path:
             assert [Path(path).parent.name for path in paths] == ["present", "absent", "absent"]
             assert [Path(path).stat().st_size for path in paths] == [MIB, 0, MIB]
         assert cache.counters().healed == 1
+
+
+def test_f1_what_came_first_and_is_not_in_use_goes_first(tmp_path: Path, store: FaultyStore) -> None:
+    pieces = [put_piece(store, content(40 + at, MIB)) for at in range(4)]
+    with open_cache(tmp_path, store) as cache:
+        for piece in pieces:
+            cache.fetch(piece)
+        assert cache.evict(MIB + 1, {pieces[0].name}) >= 2 * MIB
+        assert [cache.open_present(piece) is None for piece in pieces[:3]] == [False, True, True]
+        assert cache.usage().segments == 2
+        assert cache.evict(100 * MIB, {piece.name for piece in pieces}) == 0
+
+
+def test_a_full_disk_makes_room_once(tmp_path: Path, store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = content(50, MIB)
+    piece = put_piece(store, data)
+    asked: list[int] = []
+
+    def write(fd: int, body: Buffer) -> None:
+        if len(asked) < 1:
+            raise OSError(errno.ENOSPC, "full")
+        os.pwrite(fd, body, 0)
+
+    monkeypatch.setattr("dsec_layers.cache.segments.write_whole", write)
+    with open_cache(tmp_path, store) as cache:
+        with pytest.raises(NoSpace):
+            cache.fetch(piece)
+
+        def make_room(wanted: int) -> int:
+            asked.append(wanted)
+            return 1
+
+        cache.make_room = make_room
+        assert cache.read(piece, 0, MIB) == data
+        assert len(asked) == 1
