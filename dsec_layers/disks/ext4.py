@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 
+from dsec_layers.disks.ext4_times import settle_times
 from dsec_layers.errors import NoSpace, ToolError, UsageError
 from dsec_layers.fsio import map_os_error, pread_exact, pwrite_all
 from dsec_layers.overlaybd.lsmt import SPACE, encode_entries
@@ -45,6 +46,7 @@ def make_ext4(data: Path, index: Path, virtual_size: int, source: Path | None = 
     _run_mke2fs(data, virtual_size, source, epoch)
     try:
         with open(data, "r+b") as stream, open(index, "r+b") as entries:
+            settle_times(stream.fileno(), SPACE, epoch)
             os.fsync(stream.fileno())
             segments = _segments(list(_extents(stream.fileno(), SPACE + virtual_size)))
             pwrite_all(entries.fileno(), encode_entries(segments), SPACE)
