@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from dsec_layers.api.session import Session
 from dsec_layers.builders.pack import PackResult, pack_layer
@@ -56,6 +56,10 @@ def import_source(
 ) -> Built:
     """Import a directory, tar, OCI image or docker archive as a layer and name it ``name``. ``-`` is standard input."""
     name, wanted = check_ref(name), _kind(kind)
+    if not str(source):
+        raise UsageError("the name of the source is empty", hint="a directory, a file, or - for standard input")
+    if prefix and (wanted is not Kind.TOOLKIT or not prefix.startswith("/") or ".." in PurePosixPath(prefix).parts):
+        raise UsageError(f"a prefix is an absolute path without '..', of a toolkit: {prefix[:200]!r}")
     before = current(session.store, name)
     began = time.monotonic()
     found = detect(source, platform=platform, excludes=excludes, overrides=Overrides(epoch=epoch))

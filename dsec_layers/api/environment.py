@@ -72,7 +72,7 @@ def push(session: Session, text: str, target: str, *, name: str | None = None) -
 
 def pull(session: Session, text: str, source: str, *, name: str | None = None) -> Copied:
     """Copy a layer or environment and all it needs from the store ``source``, and name it here as there (or ``name``)."""
-    return _copy(open_store(source), session.store, text, name, session)
+    return _copy(open_store(source, create=False), session.store, text, name, session)
 
 
 def verify(session: Session, texts: Sequence[str] = (), *, deep: bool = False) -> list[Verified]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -19,6 +20,9 @@ __all__ = ["judge"]
 
 _MOST_DEVICES: Final = 512
 """More --device= options than this have crashed fsck.erofs 1.9.4."""
+
+_STACK: Final = 256 << 20
+"""Bytes of stack for fsck.erofs: it recurses by directory, and 8 MiB do not last for 2,000 directories within directories."""
 
 
 def judge(store: Store, digest: Digest, progress: Progress) -> str | None:
@@ -52,7 +56,10 @@ def _check(fsck: str, work: Path, image: bytes, sizes: list[int]) -> Completed |
     with open(flat, "wb") as stream:
         stream.write(image)
         stream.truncate(len(image) + sum(sizes))
-    done = run([fsck, flat], check=False)
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    stack = _STACK if hard == resource.RLIM_INFINITY else min(_STACK, hard)
+    command = [find_tool("prlimit"), f"--stack={stack}:", fsck]
+    done = run([*command, flat], check=False)
     if done.code == 0 or b"extra devices" not in done.stderr:
         return done
     if len(sizes) > _MOST_DEVICES:
@@ -63,4 +70,4 @@ def _check(fsck: str, work: Path, image: bytes, sizes: list[int]) -> Completed |
         with open(device, "wb") as stream:
             stream.truncate(size)
         devices.append(f"--device={device}")
-    return run([fsck, *devices, flat], check=False)
+    return run([*command, *devices, flat], check=False)

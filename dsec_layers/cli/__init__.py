@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
+import select
 import signal
 import sys
 from types import FrameType
@@ -43,6 +45,16 @@ COMMANDS = {
 
 
 class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:  # click would end with code 1 and no word, whichever pipe it was
+            if not _output_is_gone():
+                raise DsecError("the other end of a pipe or socket went away", hint="is the mount daemon still there? try again") from error
+            # The reader of our output went away (head, less): that is no failure of ours. Keep the interpreter's exit from trying again.
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+            raise click.exceptions.Exit(128 + signal.SIGPIPE) from error
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
@@ -84,6 +96,7 @@ def cli() -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and exit. The one place where errors become messages and exit codes."""
+    _open_standard_streams()
     app = App()
     signal.signal(signal.SIGTERM, _on_sigterm)
     try:
@@ -112,10 +125,6 @@ def _run(app: App, argv: list[str] | None) -> int:
     except (click.Abort, KeyboardInterrupt):
         app.console.error(Interrupted("interrupted"))
         return Interrupted.exit_code
-    except BrokenPipeError:
-        # The reader of our output went away (head, less): that is no failure of ours. Keep the interpreter's exit from trying again.
-        sys.stdout = open("/dev/null", "w")  # noqa: SIM115
-        return 128 + signal.SIGPIPE
     except OSError as error:
         return _os_error(app, error)
     except Exception as error:  # noqa: BLE001 - the last resort: one message and one exit code, whatever happened
@@ -125,6 +134,29 @@ def _run(app: App, argv: list[str] | None) -> int:
         if app.console.verbosity > 0:
             app.console.traceback()
         return 1
+
+
+def _open_standard_streams() -> None:
+    """Give a process that was started without standard input, output or error /dev/null instead.
+
+    The next file that is opened would get the free number, and be read or written for what is not there: a blob as a command's input, an index as its output.
+    """
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:
+        os.set_inheritable(descriptor, True)
+        descriptor = os.dup(descriptor)
+    os.close(descriptor)
+    sys.stdin, sys.stdout, sys.stderr = (
+        stream or open(number, mode, closefd=False)  # noqa: SIM115 - they last as long as the process
+        for number, mode, stream in ((0, "r", sys.stdin), (1, "w", sys.stdout), (2, "w", sys.stderr))
+    )
+
+
+def _output_is_gone() -> bool:
+    """Whether nobody reads our standard output any more."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _os_error(app: App, error: OSError) -> int:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,8 +72,13 @@ class Console:
 
     def out(self, text: str = "") -> None:
         """A line on standard output."""
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, "standard output") from error
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, right: Sequence[int] = ()) -> None:
         """A table on standard output: aligned text, the same on a terminal and in a pipe."""
@@ -88,9 +93,9 @@ class Console:
     def error(self, error: DsecError) -> None:
         """The one message of a failure, and the way out."""
         if self.as_json:
-            self.out(
-                json.dumps({"error": type(error).__name__, "message": error.message, "hint": error.hint, "exit_code": error.exit_code})
-            )
+            value = {"error": type(error).__name__, "message": error.message, "hint": error.hint, "exit_code": error.exit_code}
+            with suppress(OSError):  # standard output may be what failed; standard error still says it
+                self.out(json.dumps(value))
         self._line(f"error: {error.message}", "bold red")
         if error.hint:
             self._line(f"  {error.hint}", None)
@@ -124,8 +129,9 @@ class Console:
 
                 RichConsole(stderr=True).print(text, style=style, markup=False, highlight=False)
             else:
-                sys.stderr.write(text + "\n")
-                sys.stderr.flush()
+                with suppress(OSError):  # there is nowhere to say that standard error is gone, and the work goes on
+                    sys.stderr.write(text + "\n")
+                    sys.stderr.flush()
 
     # progress
 

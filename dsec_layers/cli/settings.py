@@ -17,6 +17,7 @@ from dsec_layers.errors import UsageError
 __all__ = ["Settings", "config_path", "load_settings", "source_date_epoch"]
 
 _KEYS = {"store", "cache", "driver"}
+_DRIVERS = ("fanotify", "fuse")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,13 @@ def load_settings(store: str | None, cache: str | None, environ: Mapping[str, st
     values = _read_config(config_path(env))
     default_store = str(_xdg("XDG_DATA_HOME", ".local/share", env) / "store")
     default_cache = str(_xdg("XDG_CACHE_HOME", ".cache", env))
+    driver = env.get("DSEC_DRIVER") or values.get("driver") or "fanotify"
+    if driver not in _DRIVERS:
+        raise UsageError(f"no driver is called {driver[:40]!r}", hint=f"DSEC_DRIVER and driver in config.toml are {' or '.join(_DRIVERS)}")
     return Settings(
         store=store or env.get("DSEC_STORE") or values.get("store") or default_store,
         cache=Path(cache or env.get("DSEC_CACHE") or values.get("cache") or default_cache).absolute(),
-        driver=env.get("DSEC_DRIVER") or values.get("driver") or "fanotify",
+        driver=driver,
     )
 
 
@@ -51,7 +55,7 @@ def source_date_epoch() -> int | None:
     text = os.environ.get("SOURCE_DATE_EPOCH")
     if not text:
         return None
-    if not text.isdecimal():
+    if not (text.isascii() and text.isdecimal() and len(text) <= 12):
         raise UsageError(f"SOURCE_DATE_EPOCH is not a number of seconds: {text[:40]!r}")
     return int(text)
 

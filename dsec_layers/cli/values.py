@@ -20,7 +20,10 @@ def parse_size(text: str | None) -> int | None:
     found = _SIZE.match(text.strip())
     if not found:
         raise UsageError(f"not a size: {text[:40]!r}", hint="a size is a number and K, M, G or T, such as 512M")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    size = float(found[1]) * _UNITS[found[2].upper()]
+    if size >= 1 << 62:
+        raise UsageError(f"a size of {text[:40]} is more than any machine has")
+    return int(size)
 
 
 def parse_environment(items: Iterable[str]) -> dict[str, str]:

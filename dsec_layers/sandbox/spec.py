@@ -93,6 +93,8 @@ class RunSpec:
 def _check_limits(spec: RunSpec) -> None:
     if spec.memory is not None and spec.memory < MIN_MEMORY:
         raise UsageError(f"memory limit of {spec.memory} bytes is below the least that can start, {MIN_MEMORY}")
+    if spec.memory is not None and spec.memory >= 1 << 62:
+        raise UsageError(f"memory limit of {spec.memory} bytes is more than any machine has")
     if spec.cpus is not None and not 0.01 <= spec.cpus <= 100_000:
         raise UsageError(f"cpu limit {spec.cpus:g} is not between 0.01 and 100000")
     if spec.pids is not None and not 1 <= spec.pids <= 1 << 22:

@@ -152,6 +152,8 @@ def split_ref(text: str) -> tuple[str, str]:
     """``name:tag`` in its parts; the tag is ``latest`` when left out. UsageError if it is not a reference."""
     name, colon, tag = text.partition(":")
     tag = tag if colon else "latest"
+    if name == "sha256":
+        raise UsageError(f"not a reference but a digest: {text[:100]!r}", hint="a name of its own tells the two apart: sha256-tools:1")
     if len(name) > MAX_NAME or not _NAME.match(name) or not _TAG.match(tag):
         raise UsageError(
             f"not a reference: {text[:100]!r}",
