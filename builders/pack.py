@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias
 
 from dsec_layers.builders.compressed import pack_compressed
 from dsec_layers.builders.pack_build import BadBlob, Build, Packed, PackResult
+from dsec_layers.builders.pack_foreign import ForeignChecks
 from dsec_layers.builders.pack_output import BlobOutput
 from dsec_layers.builders.pack_publish import publish
 from dsec_layers.builders.pack_same import find_same
@@ -93,8 +94,11 @@ def pack_layer(
 
 def _pack(build: Build, ingest: Ingest, *, dedup: bool) -> PackResult:
     """One attempt. Raises BadBlob when a foreign blob that it relies on is gone or damaged."""
-    foreign = build.foreign() if dedup else None
-    with BlobOutput(build.store, level=build.level, workers=build.workers) as output:
+    with (
+        ForeignChecks(build.store, build.workers) as checks,
+        BlobOutput(build.store, level=build.level, workers=build.workers) as output,
+    ):
+        foreign = build.foreign(checks) if dedup else None
         sink = PackSink(output, foreign=foreign)
         with build.stage("read"):
             tree = ingest(sink, build.progress)
@@ -102,7 +106,7 @@ def _pack(build: Build, ingest: Ingest, *, dedup: bool) -> PackResult:
             output.finish()
         packed = Packed(build, tree, sink, foreign.used() if foreign else [])
         with build.stage("check"):
-            packed.check_foreign()
+            packed.check_foreign(checks)
         with build.stage("metadata"):
             image = render(tree, packed.devices)
             inodes = Image(image).superblock.inos

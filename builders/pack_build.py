@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dsec_layers.builders.pack_foreign import ForeignChunks, ForeignSegment, Lookup, find_bad_blob
+from dsec_layers.builders.pack_foreign import ForeignChecks, ForeignChunks, ForeignSegment, Lookup
 from dsec_layers.builders.pack_output import Written
 from dsec_layers.builders.pack_previous import PreviousFirst
 from dsec_layers.builders.pack_same import Content
@@ -108,7 +108,7 @@ class Build:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
-    def foreign(self) -> ForeignChunks | None:
+    def foreign(self, checks: ForeignChecks) -> ForeignChunks | None:
         """Where chunks of other layers are looked up; None if nothing is known of any."""
         catalog: Lookup | None = None
         with self._tolerant("the catalog is not used"):
@@ -116,7 +116,7 @@ class Build:
         if self.previous is not None:
             with self._tolerant(f"the layer to be replaced, {self.previous}, cannot be read and is not built upon"):
                 catalog = PreviousFirst(self.store, self.previous, catalog)
-        return ForeignChunks(catalog, self.progress.warning) if catalog is not None else None
+        return ForeignChunks(catalog, checks, self.progress.warning) if catalog is not None else None
 
     def forget(self, blob: Digest) -> None:
         """Rely no longer on a blob."""
@@ -190,10 +190,10 @@ class Packed:
                 raise BadBlob(blob, error.message) from error
         return found
 
-    def check_foreign(self) -> None:
+    def check_foreign(self, checks: ForeignChecks) -> None:
         """Prove that the foreign chunks are what the catalog says. Raises BadBlob."""
         self.hold_foreign()
-        bad = find_bad_blob(self.build.store, self.foreign, self.build.workers)
+        bad = checks.finish(self.foreign)
         if bad is not None:
             raise BadBlob(*bad)
 

@@ -11,10 +11,11 @@ and compares the digests of exactly the chunks that are used.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from types import TracebackType
+from typing import Final, Protocol, Self
 
 from dsec_layers.digest import Buffer, Digest, content_digest
 from dsec_layers.erofs.tree import BLOCK
@@ -24,7 +25,7 @@ from dsec_layers.layers.tables import MAX_SEGMENT, MAX_SEGMENTS
 from dsec_layers.registry.catalog import ChunkAt, SegmentAt
 from dsec_layers.store.base import Store
 
-__all__ = ["MOST", "ForeignChunks", "ForeignSegment", "Held", "Lookup", "check_segment", "find_bad_blob"]
+__all__ = ["MOST", "ForeignChecks", "ForeignChunks", "ForeignSegment", "Held", "Lookup", "check_segment"]
 
 REPAID: Final = 128 << 10
 """Bytes of a segment that a layer must use for the segment to repay itself; a quarter is enough of a small one."""
@@ -60,6 +61,8 @@ class ForeignSegment:
     at: SegmentAt
     number: int = 0
     used: int = 0
+    window: int = 0
+    """When it was last used."""
     held: list[Held] = field(default_factory=list)
     digests: bytearray = field(default_factory=bytearray)
     """Of the chunks in use, one after another; ``blocks`` and ``sizes``: where they begin and their bytes."""
@@ -73,9 +76,9 @@ class ForeignSegment:
         self.sizes.append(at.size)
 
     def chunks(self) -> Iterator[tuple[bytes, int, int]]:
-        """Digest, first block and bytes of each chunk in use."""
-        for nth, (block, size) in enumerate(zip(self.blocks, self.sizes, strict=True)):
-            yield bytes(self.digests[32 * nth : 32 * nth + 32]), block, size
+        """Digest, first block and bytes of each chunk that is in use now; more may come meanwhile, by another thread."""
+        for nth in range(len(self.sizes)):
+            yield bytes(self.digests[32 * nth : 32 * nth + 32]), self.blocks[nth], self.sizes[nth]
 
     @property
     def repaid(self) -> bool:
@@ -86,9 +89,12 @@ class ForeignSegment:
 class ForeignChunks:
     """What is known of chunks elsewhere, for one layer being packed. A catalog that fails knows nothing more from then on; ``warn`` is told."""
 
-    def __init__(self, catalog: Lookup, warn: Callable[[str], None]) -> None:
+    def __init__(self, catalog: Lookup, checks: ForeignChecks, warn: Callable[[str], None]) -> None:
         self._catalog: Lookup | None = catalog
+        self._checks = checks
         self._warn = warn
+        self._window = 0
+        self._warm: dict[tuple[Digest, int], ForeignSegment] = {}
         self._found: dict[bytes, ChunkAt] = {}
         self._segments: dict[tuple[Digest, int], ForeignSegment] = {}
         self._held: dict[bytes, Held] = {}
@@ -97,7 +103,12 @@ class ForeignChunks:
         """Foreign segments in use."""
 
     def look(self, digests: Sequence[bytes]) -> None:
-        """Look up the chunks of a window."""
+        """Look up the chunks of a window. Segments in use that the last window did not use are checked meanwhile."""
+        self._window += 1
+        for key, segment in list(self._warm.items()):
+            if segment.window < self._window - 1:
+                del self._warm[key]
+                self._checks.start(segment)
         self._found = {}
         if self._catalog is not None:
             try:
@@ -119,8 +130,10 @@ class ForeignChunks:
         segment = self._segments.get(key)
         if segment is None:
             segment = self._segments[key] = ForeignSegment(at.segment)
+        segment.window = self._window
         if segment.number:
             segment.use(digest, at)
+            self._warm[key] = segment
             return segment
         held = self._held[digest] = Held(digest, at, bytes(data), [slot])
         self._bytes += at.size
@@ -132,6 +145,7 @@ class ForeignChunks:
         """Use a segment from now on under the provisional ``number``; returns its held chunks, whose places are now known."""
         segment.number = number
         self.count += 1
+        self._warm[segment.at.blob, segment.at.offset] = segment
         for held in segment.held:
             segment.use(held.digest, held.at)
         return self._release(segment)
@@ -180,20 +194,40 @@ def check_segment(store: Store, segment: ForeignSegment) -> None:
             raise CorruptError(f"{at.blob}: the segment at {at.offset} has another chunk at block {block} than the catalog says")
 
 
-def find_bad_blob(store: Store, segments: Sequence[ForeignSegment], workers: int) -> tuple[Digest, str] | None:
-    """The first blob of which a segment is not what the catalog says, and why; None if all are."""
+class ForeignChecks:
+    """``check_segment`` by threads, while the input is read. Use as a context."""
 
-    def check(segment: ForeignSegment) -> str | None:
-        try:
-            check_segment(store, segment)
-        except (CorruptError, ImageError, NotFound) as error:
-            store.suspect(segment.at.blob)
-            return error.message
+    def __init__(self, store: Store, workers: int) -> None:
+        self._store = store
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="pack-check")
+        self._started: dict[tuple[Digest, int], tuple[int, Future[str | None]]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def start(self, segment: ForeignSegment) -> None:
+        """Check a segment of which no more is expected to be used; if it is, ``finish`` checks it again."""
+        self._started[segment.at.blob, segment.at.offset] = len(segment.sizes), self._pool.submit(self._check, segment)
+
+    def finish(self, segments: Iterable[ForeignSegment]) -> tuple[Digest, str] | None:
+        """Wait until all these are checked as they are now: the first blob that cannot be used, and why; None if all can."""
+        segments = list(segments)
+        for segment in segments:
+            if self._started.get((segment.at.blob, segment.at.offset), (0, None))[0] != len(segment.sizes):
+                self.start(segment)
+        for segment in segments:
+            trouble = self._started[segment.at.blob, segment.at.offset][1].result()
+            if trouble:
+                return segment.at.blob, trouble
         return None
 
-    with ThreadPoolExecutor(workers, thread_name_prefix="pack-check") as pool:
-        for segment, trouble in zip(segments, pool.map(check, segments), strict=True):
-            if trouble:
-                pool.shutdown(cancel_futures=True)
-                return segment.at.blob, trouble
-    return None
+    def _check(self, segment: ForeignSegment) -> str | None:
+        try:
+            check_segment(self._store, segment)
+        except (CorruptError, ImageError, NotFound) as error:
+            self._store.suspect(segment.at.blob)
+            return error.message
+        return None
