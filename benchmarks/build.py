@@ -1,6 +1,6 @@
 """From an input to published, fsynced blobs, beside mksquashfs and mkfs.erofs on the same tree.
 
-    python benchmarks/build.py [--tree DIR] [--work DIR] [--rounds N] [--level N ...] [--no-erofs]
+    python benchmarks/build.py [--tree DIR] [--work DIR] [--rounds N] [--pause S] [--level N ...] [--no-erofs]
 
 Default tree: this interpreter's own library directory. Cases run alternately; printed are medians, and ratios to mksquashfs in the same rounds. The
 command line is what is measured, start of the interpreter and catalog included. The last part changes one file of about 100 KB and imports the tar again.
@@ -188,6 +188,7 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, default=Path(sys.base_prefix) / "lib")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dsec-bench-build")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds before each run, to let others have the machine")
     parser.add_argument("--level", type=int, action="append", default=[])
     parser.add_argument("--no-erofs", dest="erofs", action="store_false")
     arguments = parser.parse_args()
@@ -196,7 +197,7 @@ def main() -> None:
     print(environment())
     print(f"{arguments.tree}: {bench.tar.stat().st_size / 1e6:.0f} MB as tar; medians of {arguments.rounds}; page cache warm")
     cases = cases_of(bench, arguments)
-    report(bench, alternate(cases, arguments.rounds), next(iter(cases)))
+    report(bench, alternate(cases, arguments.rounds, arguments.pause), next(iter(cases)))
     bench.rebuild()
 
 

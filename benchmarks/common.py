@@ -42,12 +42,13 @@ def measure(argv: Sequence[str | os.PathLike[str]], *, output: Path | None = Non
     return Usage(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss << 10, output.read_bytes() if output else b"")
 
 
-def alternate(cases: Mapping[str, Callable[[], Usage]], rounds: int) -> dict[str, list[Usage]]:
-    """Run every case once, then every case again, and so on, so that what else the machine does hits all of them."""
+def alternate(cases: Mapping[str, Callable[[], Usage]], rounds: int, pause: float = 0.0) -> dict[str, list[Usage]]:
+    """Run every case once, then every case again, and so on, so that what else the machine does hits all of them. ``pause``: seconds before each run."""
     found: dict[str, list[Usage]] = {name: [] for name in cases}
     for nth in range(rounds):
         for name, run in cases.items():
             progress(f"round {nth + 1} of {rounds}: {name}")
+            time.sleep(pause)
             found[name].append(run())
     return found
 
