@@ -17,7 +17,7 @@ from dsec_layers.overlaybd.layer import LsmtLayer
 from dsec_layers.overlaybd.lsmt import ENTRY, MAX_LENGTH, MAX_RO_ENTRIES, NIL_UUID, PAD, SPACE, Flags, Header, encode_entries
 from dsec_layers.overlaybd.segments import MAX_SOURCES, SECTOR, Bools, Ints, Segments, stack
 from dsec_layers.overlaybd.stream import Write, batches, sequential
-from dsec_layers.overlaybd.tarwrap import tar_writes
+from dsec_layers.overlaybd.tarwrap import tar_stream, tar_writes
 from dsec_layers.overlaybd.zfile_writer import ZFileOptions, zfile_writes
 
 __all__ = ["Packing", "commit", "merge", "seal_tail", "stack_layers", "virtual_size"]
@@ -52,6 +52,15 @@ def commit(layer: LsmtLayer, packing: Packing | None = None) -> Iterator[Write]:
 def merge(layers: Sequence[LsmtLayer], packing: Packing | None = None) -> Iterator[Write]:
     """The writes that make one sealed layer that reads as ``layers``, bottom first, read on top of each other. As ``commit`` otherwise."""
     packing = packing or Packing()
+    chunks, size = _chunks(layers, packing)
+    if packing.zfile is None and packing.tar:
+        return sequential(tar_stream(chunks, size))
+    writes = zfile_writes(chunks, packing.zfile) if packing.zfile else sequential(chunks)
+    return tar_writes(writes) if packing.tar else writes
+
+
+def _chunks(layers: Sequence[LsmtLayer], packing: Packing) -> tuple[Iterator[bytes], int]:
+    """The bytes of the LSMT file, and how many they are."""
     mapping, sources = stack_layers(layers)
     level = np.repeat(np.arange(len(layers))[::-1], [len(layer.sources) for layer in layers])
     header = Header(
@@ -61,9 +70,7 @@ def merge(layers: Sequence[LsmtLayer], packing: Packing | None = None) -> Iterat
         parent_uuid=layers[0].header.parent_uuid if packing.parent_uuid is None else packing.parent_uuid,
         user_tag=packing.user_tag,
     )
-    chunks = _lsmt(mapping, level, sources, header)
-    writes = zfile_writes(chunks, packing.zfile) if packing.zfile else sequential(chunks)
-    return tar_writes(writes) if packing.tar else writes
+    return _lsmt(mapping, level, sources, header)
 
 
 def stack_layers(layers: Sequence[LsmtLayer]) -> tuple[Segments, tuple[BlockSource, ...]]:
@@ -97,18 +104,20 @@ def seal_tail(mapping: Segments, header: Header, data_end: int) -> bytes:
     return index + bytes(-len(index) % SECTOR) + trailer.render()
 
 
-def _lsmt(mapping: Segments, level: Ints, sources: tuple[BlockSource, ...], header: Header) -> Iterator[bytes]:
-    """The bytes of the LSMT file."""
+def _lsmt(mapping: Segments, level: Ints, sources: tuple[BlockSource, ...], header: Header) -> tuple[Iterator[bytes], int]:
+    """The bytes of the LSMT file, and how many they are. Raises LimitError."""
     index = encode_entries(_packed_index(replace(mapping, source=level[mapping.source].astype(np.int16))))
     index += PAD * (-(len(index) // ENTRY) % _PADDED)
     _check_count(len(index) // ENTRY)
-    yield header.render()
-    at = SPACE
-    for chunk in batches(_data(mapping, sources), _READ):
-        yield chunk
-        at += len(chunk)
-    yield index
-    yield replace(header, flags=Flags.LAYER_TRAILER, index_offset=at, index_size=len(index) // ENTRY).render()
+    end = SPACE + SECTOR * int(np.sum((mapping.end - mapping.lba)[~mapping.zeroed]))
+
+    def chunks() -> Iterator[bytes]:
+        yield header.render()
+        yield from batches(_data(mapping, sources), _READ)
+        yield index
+        yield replace(header, flags=Flags.LAYER_TRAILER, index_offset=end, index_size=len(index) // ENTRY).render()
+
+    return chunks(), end + len(index) + SPACE
 
 
 def _check_count(entries: int) -> None:

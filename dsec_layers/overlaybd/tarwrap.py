@@ -16,7 +16,7 @@ from dsec_layers.digest import Buffer
 from dsec_layers.errors import ImageError
 from dsec_layers.overlaybd.stream import Write
 
-__all__ = ["looks_like_tar", "tar_writes", "unwrap"]
+__all__ = ["looks_like_tar", "tar_stream", "tar_writes", "unwrap"]
 
 _BLOCK = 512
 _PAYLOAD = 3 * _BLOCK
@@ -80,6 +80,13 @@ def tar_writes(writes: Iterable[Write]) -> Iterator[Write]:
         yield _PAYLOAD + at, data
     yield _PAYLOAD + size, bytes(-size % _BLOCK + 2 * _BLOCK)
     yield 0, _headers(size)
+
+
+def tar_stream(chunks: Iterable[bytes], size: int) -> Iterator[bytes]:
+    """As ``tar_writes``, for a payload whose ``size`` is known before: the bytes in order."""
+    yield _headers(size)
+    yield from chunks
+    yield bytes(-size % _BLOCK + 2 * _BLOCK)
 
 
 def _headers(size: int) -> bytes:
