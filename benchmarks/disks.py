@@ -1,6 +1,6 @@
 """Disks: opening, committing, converting and serving, beside what others take for the same on the same machine.
 
-    python benchmarks/disks.py [--tree DIR] [--size MIB] [--rounds N] [--only open,commit,convert,serve]
+    python -m benchmarks.disks [--tree DIR] [--size MIB] [--rounds N] [--only open,commit,convert,serve]
 
 Run as root. Runs alternate; printed are medians of wall time. Targets: a stack of 50 layers with a million segments opens in less than a second and takes less
 than 40 bytes of memory a segment; a commit runs at 0.8 of the disk's write rate; a tar becomes a committed ZFile disk in the time of ``tar -x``, ``mke2fs -d``
@@ -22,8 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from common import MIB, Usage, alternate, disk_usage, drop_caches, environment, measure, median, print_table, progress
-
+from benchmarks.common import MIB, Usage, alternate, disk_usage, drop_caches, environment, measure, median, print_table, progress
 from dsec_layers.disks.opener import private_pieces
 from dsec_layers.disks.stored import StoredDisk, publish_layer
 from dsec_layers.layers.disk import DiskLayer
@@ -210,8 +209,9 @@ def fio(bench: Bench, uri: str, mode: str, block: str, depth: int) -> float:
     argv = ["fio", "--name=x", "--ioengine=nbd", f"--uri={uri}", "--size=256M", f"--rw={mode}", f"--bs={block}", f"--iodepth={depth}"]
     argv += ["--output-format=json"] + (["--runtime=3", "--time_based"] if block == "4k" else [])
     said = measure(argv, output=bench.work / "fio.json").output
-    side = json.loads(said[said.index(b"{") :])["jobs"][0]["read" if "read" in mode else "write"]
-    return float(side["io_bytes"]) / (side["runtime"] / 1000) / MIB
+    job = json.loads(said[said.index(b"{") :])["jobs"][0]  # a line of the engine's comes first
+    side: dict[str, float] = job["read" if "read" in mode else "write"]
+    return side["io_bytes"] / (side["runtime"] / 1000) / MIB
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from dsec_layers.cache.fetch import Limits
 from dsec_layers.cache.flat import PieceOpener
 from dsec_layers.disks.local import LocalDisk
 from dsec_layers.disks.opener import private_pieces
+from dsec_layers.disks.stored import StoredDisk
 from dsec_layers.errors import UsageError
 from dsec_layers.overlaybd import Disk
 from dsec_layers.progress import Progress
@@ -60,7 +61,7 @@ def content(source: BlockSource) -> bytes:
 def sealed_content(session: Session, name: str) -> bytes:
     """All bytes of a small sealed disk, read through pieces."""
     _, image = disks.find_disk(session.store, name)
-    with disks.pieces(session) as opener, disks.StoredDisk(session.store, image.layers, opener) as stored:
+    with disks.pieces(session) as opener, StoredDisk(session.store, image.layers, opener) as stored:
         return content(Disk(stored.layers))
 
 
