@@ -13,6 +13,7 @@ from typing import Final
 from dsec_layers.cache.metadata import LayerFiles
 from dsec_layers.errors import DsecError, HostError
 from dsec_layers.fuse.flat import FOLDER
+from dsec_layers.fuse.options import QUIET
 from dsec_layers.linux.loop import attach_loop
 from dsec_layers.linux.mount import mount_erofs, umount
 from dsec_layers.linux.mountinfo import is_mount_point, read_mounts
@@ -94,7 +95,7 @@ class FlatMounter:
         done = run(
             [sys.executable, "-P", "-m", "dsec_layers.fuse.flat", "--cache", self._cache],
             check=False,
-            env=inherited_environment(),
+            env=inherited_environment() | QUIET,
             timeout=_START,
         )
         if done.code != 0:

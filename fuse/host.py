@@ -25,7 +25,7 @@ from dsec_layers.cache.segments import open_present
 from dsec_layers.digest import Digest
 from dsec_layers.errors import Conflict, DsecError, HostError
 from dsec_layers.fuse import control
-from dsec_layers.fuse.options import LOG
+from dsec_layers.fuse.options import LOG, QUIET
 from dsec_layers.fuse.records import Holder
 from dsec_layers.linux.process import mount_namespace, start_time
 from dsec_layers.proc import inherited_environment, run
@@ -339,7 +339,7 @@ def _start(cache: Path, options: Sequence[str]) -> None:
     done = run(
         [sys.executable, "-P", "-m", "dsec_layers.fuse.daemon", "--cache", cache, *options],
         check=False,
-        env=inherited_environment(),
+        env=inherited_environment() | QUIET,
         timeout=120,
     )
     if done.code != 0:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["LOG", "Options"]
+__all__ = ["LOG", "QUIET", "Options"]
 
 LOG: Final = "daemon.log"
 """Name of the daemon's log in the cache directory."""
+
+QUIET: Final = {"OPENBLAS_NUM_THREADS": "1"}
+"""Environment of the daemon's processes: numpy's algebra library is not used, and is not to start a thread for each processor that waits by spinning."""
 
 
 @dataclass(frozen=True, slots=True)
