@@ -105,9 +105,8 @@ def _pack(build: Build, ingest: Callable[[ContentSink, Progress], Tree], mkfs: s
     point.mkdir()
     other.mkdir()
     with build.stage("mkfs"):
-        after = max(
-            0, *(inode.mtime + 1 for _, inode in tree.walk())
-        )  # mkfs.erofs makes later modification times, and equal ones, this time
+        # mkfs.erofs gives later modification times, and equal ones, this time.
+        after = max(0, *(inode.mtime + 1 for _, inode in tree.walk()))
         name = uuid.UUID(bytes=content_digest(source)[:16])
         _run("mkfs", metadata, data, point, mkfs, "--quiet", *_COMPRESSION, f"-U{name}", image, point, epoch=after)
     with build.stage("verify"):
