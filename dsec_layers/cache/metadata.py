@@ -115,7 +115,7 @@ def local_layer_files(directory: CacheView, url: str, digest: Digest) -> LayerFi
 
 
 def manifest(directory: CacheView, url: str, digest: Digest, opener: Opener, limits: Limits) -> Layer | Environment:
-    """The object that a manifest digest names, kept in the cache. Errors as ``layer_files``."""
+    """The layer or environment that a manifest digest names, kept in the cache. Errors as ``layer_files``."""
     value = _local_manifest(directory, digest)
     if value is None:
         data = _retried(lambda: read_blob(opener(url), digest, limit=MAX_JSON), url, limits)
