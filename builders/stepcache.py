@@ -46,6 +46,8 @@ class StepCache:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._directory.chmod(0o700)  # what a step wrote may be set-user-id
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise map_os_error(error, f"making {self._directory}") from error
             raise HostError(f"cannot make {self._directory}: {error.strerror}") from error
         with self._locked():
             left = [path for path in self._directory.iterdir() if path.name.startswith(_NEW)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dsec_layers.cli import main
+try:
+    from dsec_layers.cli import main
+except KeyboardInterrupt:  # Ctrl-C while modules load, before main() is there to say so
+    raise SystemExit(130) from None
 
 __all__ = ["main"]
 

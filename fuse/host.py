@@ -23,7 +23,7 @@ from dsec_layers.cache.directory import CacheView, lock
 from dsec_layers.cache.piece import Piece
 from dsec_layers.cache.segments import open_present
 from dsec_layers.digest import Digest
-from dsec_layers.errors import Conflict, DsecError, HostError
+from dsec_layers.errors import Conflict, DsecError, HostError, NoSpace, NotFound, StoreError, UsageError
 from dsec_layers.fuse import control
 from dsec_layers.fuse.options import LOG, QUIET
 from dsec_layers.fuse.records import Holder
@@ -344,7 +344,8 @@ def _start(cache: Path, options: Sequence[str]) -> None:
     )
     if done.code != 0:
         message, _, hint = done.stderr.decode(errors="replace").strip().partition("\n")
-        raise (HostError if done.code == HostError.exit_code else DsecError)(message or "the daemon did not start", hint=hint or None)
+        kind = {each.exit_code: each for each in (Conflict, HostError, NoSpace, NotFound, StoreError, UsageError)}.get(done.code, DsecError)
+        raise kind(message or "the daemon did not start", hint=hint or None)
 
 
 def _url(store: str | Store) -> str:

@@ -136,7 +136,7 @@ def layer_before(store: Store, before: Digest | None) -> Digest | None:
 
 def swap_ref(store: Store, name: str, digest: Digest, before: Digest | None) -> None:
     """Point ``name`` at ``digest`` if it still is what it was when the work began. Conflict if another build of the same name was faster."""
-    if before == digest:
+    if before == digest and current(store, name) == digest:
         return
     hold(store, load_object(store, digest))  # touched, so that a collector running beside leaves it alone until the ref stands
     store.touch(digest)

@@ -15,9 +15,8 @@ from dsec_layers.erofs.tree import BLOCK, HOLE, Inode, Tree
 from dsec_layers.errors import CorruptError, InputError
 from dsec_layers.layers.frames import decompress
 from dsec_layers.layers.manifest import Layer
-from dsec_layers.layers.metadata import open_metadata
 from dsec_layers.layers.tables import Table
-from dsec_layers.registry.objects import load_layer
+from dsec_layers.registry.objects import load_layer, load_metadata
 from dsec_layers.store.base import Store
 
 __all__ = ["LayerContent", "open_layer"]
@@ -36,8 +35,7 @@ class LayerContent:
         self.store = store
         self.digest = digest
         self.layer = layer
-        blob = store.read(layer.metadata.digest, 0, layer.metadata.size)
-        self.image, self.table = open_metadata(blob, layer)
+        self.image, self.table = load_metadata(store, layer)
         self._segments: OrderedDict[int, bytes] = OrderedDict()
 
     @cached_property

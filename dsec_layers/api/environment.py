@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from dsec_layers.api.judge import judge
 from dsec_layers.api.session import Session
-from dsec_layers.digest import Digest
-from dsec_layers.errors import CorruptError, ImageError, UsageError
+from dsec_layers.digest import Digest, is_digest
+from dsec_layers.errors import NotFound, UsageError
 from dsec_layers.layers.descriptor import MANIFEST, Descriptor, Kind
 from dsec_layers.layers.manifest import Environment, Layer
 from dsec_layers.registry.collect import GRACE, Sweep, remove_ref, sweep
 from dsec_layers.registry.copy import Copied, copy_object
-from dsec_layers.registry.objects import children, publish_object, resolve, resolve_any, set_tag
+from dsec_layers.registry.objects import publish_object, reach, resolve, resolve_any, set_tag
+from dsec_layers.registry.verify import Report
+from dsec_layers.registry.verify import repair as repair_object
 from dsec_layers.registry.verify import verify as verify_object
 from dsec_layers.store.base import Ref, Store, check_ref
 from dsec_layers.store.open import open_store
@@ -32,13 +34,14 @@ class Created:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What ``verify`` found of one object: how many blobs it has, their bytes, and each problem as a sentence."""
+    """What ``verify`` found of one object: how many blobs it has, their bytes, and each problem as a sentence; ``repaired``: blobs fetched anew."""
 
     name: str
     digest: Digest
     blobs: int
     bytes: int
     problems: tuple[str, ...]
+    repaired: tuple[Digest, ...] = ()
 
 
 def env_create(session: Session, name: str, *, base: str, workspace: str | None = None, toolkits: Sequence[str] = ()) -> Created:
@@ -75,30 +78,46 @@ def pull(session: Session, text: str, source: str, *, name: str | None = None) -
     return _copy(open_store(source, create=False), session.store, text, name, session)
 
 
-def verify(session: Session, texts: Sequence[str] = (), *, deep: bool = False) -> list[Verified]:
-    """Check the named objects, or every ref: blobs present and of the right size; ``deep``: every byte, every digest, metadata by our reader and by fsck.erofs."""
-    names = list(texts) or [ref.name for ref in session.store.list_refs()]
-    reports, checked = [], set()
-    for text in names:
-        try:
-            digest, found = resolve_any(session.store, text)
-        except (CorruptError, ImageError) as error:
-            reports.append(Verified(text, "", 0, 0, (error.message,)))
-            continue
+def verify(session: Session, texts: Sequence[str] = (), *, deep: bool = False, repair: str | None = None) -> list[Verified]:
+    """Check the named objects, or every ref: blobs present and of the right size; ``deep``: every byte, every digest, metadata by our reader and by fsck.erofs.
+
+    ``repair``: another store, from which what is missing or corrupt is fetched.
+    """
+    replica = open_store(repair, create=False) if repair else None
+    reports, judged = [], set()
+    for text in list(texts) or [ref.name for ref in session.store.list_refs()]:
+        digest = _digest_of(session.store, text)
         report = verify_object(session.store, digest, deep=deep, progress=session.progress)
+        report, repaired = _repaired(session, replica, report, deep) if replica is not None else (report, ())
         problems = [str(finding) for finding in report.findings]
         if deep and not problems:
-            members = (
-                [digest]
-                if isinstance(found, Layer)
-                else [item.digest for item in children(found)]
-                if isinstance(found, Environment)
-                else []
-            )
-            problems = [p for member in members if member not in checked and (p := judge(session.store, member, session.progress))]
-            checked.update(members)
-        reports.append(Verified(text, digest, report.blobs, report.bytes, tuple(problems)))
+            members = [member for member, found in reach(session.store, digest) if isinstance(found, Layer) and member not in judged]
+            problems = [problem for member in members if (problem := judge(session.store, member, session.progress))]
+            judged.update(members)
+        reports.append(Verified(text, digest, report.blobs, report.bytes, tuple(problems), repaired))
     return reports
+
+
+def _digest_of(store: Store, text: str) -> Digest:
+    """What ``text`` names, whether its manifest can be read or not."""
+    if is_digest(text):
+        return store.stat(text).digest
+    try:
+        return store.get_ref(text).digest
+    except (NotFound, UsageError):
+        return resolve_any(store, text)[0]
+
+
+def _repaired(session: Session, replica: Store, report: Report, deep: bool) -> tuple[Report, tuple[Digest, ...]]:
+    """Repair and verify again until nothing is found or nothing helps: a manifest that was missing hides what it needs."""
+    repaired: dict[Digest, None] = {}
+    while report.findings:
+        fetched = repair_object(session.store, replica, report.findings, progress=session.progress)
+        if not set(fetched) - repaired.keys():
+            break
+        repaired |= dict.fromkeys(fetched)
+        report = verify_object(session.store, report.digest, deep=deep, progress=session.progress)
+    return report, tuple(repaired)
 
 
 def _copy(source: Store, target: Store, text: str, name: str | None, session: Session) -> Copied:

@@ -22,8 +22,8 @@ from dsec_layers.api.view import OPAQUE, Entry, is_whiteout, walk
 from dsec_layers.digest import Buffer, Digest, sha256_digest
 from dsec_layers.erofs.tree import BLOCK, HOLE, Inode, Tree
 from dsec_layers.erofs.writer import render
-from dsec_layers.errors import Conflict, UsageError
-from dsec_layers.fsio import publish
+from dsec_layers.errors import Conflict, NotFound, UsageError
+from dsec_layers.fsio import map_os_error, publish
 from dsec_layers.layers.descriptor import INDEX, MANIFEST
 from dsec_layers.layers.manifest import Layer, canonical_json
 from dsec_layers.registry.objects import load_config, load_layer, resolve
@@ -60,11 +60,16 @@ def export(session: Session, text: str, output: Path | BinaryIO, *, format: str 
         return Exported(text, format, "-", counter.count)
     if output.exists():
         raise Conflict(f"{output} exists already", hint="remove it or choose another name")
-    if format == "oci":
-        return Exported(text, format, str(output), _export_oci(session, text, output))
-    with publish(output) as stream:
-        counter = _Counter(stream)
-        _PLAIN[format](session, text, counter)
+    if not output.parent.is_dir():
+        raise NotFound(f"{output.parent} is no directory that {output.name} could be written to", hint=f"mkdir -p {output.parent}")
+    try:
+        if format == "oci":
+            return Exported(text, format, str(output), _export_oci(session, text, output))
+        with publish(output) as stream:
+            counter = _Counter(stream)
+            _PLAIN[format](session, text, counter)
+    except OSError as error:
+        raise map_os_error(error, f"writing {output}") from error
     return Exported(text, format, str(output), counter.count)
 
 

@@ -11,10 +11,11 @@ from dsec_layers.api.content import LayerContent, open_layer
 from dsec_layers.api.session import Session
 from dsec_layers.api.view import Entry, merge, walk
 from dsec_layers.digest import Digest
+from dsec_layers.errors import CorruptError, ImageError, NotFound
 from dsec_layers.layers.descriptor import Kind
 from dsec_layers.layers.disk import DiskImage
 from dsec_layers.layers.manifest import Environment, Layer, Object
-from dsec_layers.registry.objects import load_config, load_disk_config, load_layer, resolve, resolve_any
+from dsec_layers.registry.objects import load_config, load_disk_config, load_layer, load_object, resolve, resolve_any
 
 __all__ = ["BlobUse", "Change", "Difference", "Inspection", "LayerSummary", "Listed", "TreeEntry", "diff", "inspect", "ls", "open_view"]
 
@@ -105,12 +106,16 @@ class Difference:
 
 
 def ls(session: Session, prefix: str = "") -> list[Listed]:
-    """Every ref whose name begins with ``prefix``."""
+    """Every ref whose name begins with ``prefix``. One whose object cannot be read is of kind ``damaged``, and a warning says why."""
     rows: list[Listed] = []
     for ref in session.store.list_refs(prefix):
-        digest, found = resolve_any(session.store, ref.name)
-        summary, size = _summaries(session, digest, found)
-        rows.append(Listed(ref.name, _kind(found), digest, size, _stored(summary)))
+        try:
+            found = load_object(session.store, ref.digest)
+            summary, size = _summaries(session, ref.digest, found)
+            rows.append(Listed(ref.name, _kind(found), ref.digest, size, _stored(summary)))
+        except (CorruptError, ImageError, NotFound) as error:
+            session.progress.warning(f"{ref.name}: {error.message}")
+            rows.append(Listed(ref.name, "damaged", ref.digest, 0, 0))
     return rows
 
 

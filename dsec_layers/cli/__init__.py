@@ -102,7 +102,9 @@ def main(argv: list[str] | None = None) -> None:
     try:
         code = _run(app, argv)
     finally:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
         app.close()
+        signal.signal(signal.SIGINT, before)
     sys.exit(code)
 
 

@@ -15,6 +15,8 @@ def command(app: App, names: tuple[str, ...]) -> None:
     """Remove refs. Blobs stay until gc finds that nothing refers to them."""
     from dsec_layers.api.environment import rm
 
+    for name in names:
+        app.session.store.get_ref(name)  # a mistyped name is told before anything is removed
     removed = [rm(app.session, name) for name in names]
 
     def show() -> None:

@@ -8,6 +8,7 @@ import click
 
 from dsec_layers.cli.common import REF, App, Command, app_options, pass_app
 from dsec_layers.errors import DsecError, UsageError
+from dsec_layers.fsio import map_os_error
 
 
 @click.command(
@@ -67,6 +68,7 @@ def command(
             interactive=interactive, tty=tty, memory=parse_size(memory), cpus=cpus, pids=pids, network=network,
             env=parse_environment(environment), environ=os.environ, workdir=workdir, user=user, hostname=hostname,
         ).code  # fmt: skip
-    except DsecError as error:
+    except (DsecError, OSError) as caught:
+        error = caught if isinstance(caught, DsecError) else map_os_error(caught, "running a sandbox")
         error.exit_code = 125
-        raise
+        raise error from caught

@@ -7,6 +7,7 @@ making a directory and locking it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -18,6 +19,7 @@ from typing import Final
 
 from dsec_layers import proc
 from dsec_layers.errors import HostError
+from dsec_layers.fsio import map_os_error
 
 __all__ = ["Place", "make_place", "remove_place", "remove_tree", "sweep"]
 
@@ -93,6 +95,8 @@ def _top(state: Path) -> Path:
     try:
         top.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise map_os_error(error, f"making {top}") from error
         raise HostError(f"cannot make {top}: {error.strerror}") from error
     if top.stat().st_uid != os.geteuid():
         raise HostError(f"{top} belongs to user {top.stat().st_uid}, not to this one")
