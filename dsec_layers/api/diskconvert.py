@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 from uuid import UUID
 
-from dsec_layers.api.diskinputs import BlobFile, DiskInput, open_input
+from dsec_layers.api.diskinputs import BlobFile, DiskInput, made_ext4, open_input
 from dsec_layers.api.disks import FORMATS, PACKINGS, DiskInfo, Sealed, find_disk, info, pieces, publish_as, store_of
 from dsec_layers.api.environment import Verified
 from dsec_layers.api.session import Session
@@ -78,14 +78,29 @@ def merge(session: Session, text: str, name: str, *, keep: int = 0, format: str 
         return publish_as(session, name, (*kept, layer), Disk(stored.layers).size, {"merged": text, "format": format}, (layer,))
 
 
-def seal(session: Session, source: str, name: str, *, format: str = "zfile", flatten: bool = False) -> Sealed:
-    """Publish the disk that ``source`` names (see diskinputs) as ``name``. Layers that are OverlayBD blobs already stay as they are, unless ``flatten``."""
+def seal(
+    session: Session,
+    source: str,
+    name: str,
+    *,
+    format: str = "zfile",
+    flatten: bool = False,
+    mkfs: str = "",
+    size: int | None = None,
+    epoch: int = 0,
+) -> Sealed:
+    """Publish the disk that ``source`` names (see diskinputs) as ``name``. Layers that are OverlayBD blobs already stay as they are, unless ``flatten``.
+
+    ``mkfs``: ``ext4`` makes a file system of ``size`` bytes first, and ``source`` names its content: a directory, tar, layer or environment.
+    """
     name = check_ref(name)
     _check_format(format)
-    with open_input(session, source) as opened:
+    if mkfs not in ("", "ext4"):
+        raise UsageError(f"no file system {mkfs!r} is made here", hint="ext4 is")
+    with made_ext4(session, source, size, epoch=epoch) if mkfs else open_input(session, source) as opened:
         if flatten:
             opened = replace(opened, sources=tuple(None for _ in opened.sources))
-        layers = list(_published(session, opened, format))
+        layers = list(_published(session, opened, format, mkfs))
         new = [layer for layer, source_ in zip(layers, _grouped(opened), strict=True) if not isinstance(source_[0], DiskLayer)]
         return publish_as(session, name, layers, opened.size, {"source": Path(source).name, "format": format}, new)
 
@@ -151,7 +166,7 @@ def _grouped(opened: DiskInput) -> Iterator[tuple[DiskLayer | BlobFile | None, l
         yield None, waiting
 
 
-def _published(session: Session, opened: DiskInput, format: str) -> Iterator[DiskLayer]:
+def _published(session: Session, opened: DiskInput, format: str, fs_type: str = "") -> Iterator[DiskLayer]:
     below = NIL_UUID
     groups = list(_grouped(opened))
     for number, (source, layers) in enumerate(groups):
@@ -162,7 +177,7 @@ def _published(session: Session, opened: DiskInput, format: str) -> Iterator[Dis
         elif isinstance(source, BlobFile) and layers[0].nesting[0] == "tar":
             made = _publish_blob(session.store, source, layers[0].header.uuid)
         else:
-            made = _pack(session, layers, below, format, source.fs_type if source else "")
+            made = _pack(session, layers, below, format, source.fs_type if source else fs_type)
         below = made.uuid
         yield made
 

@@ -13,11 +13,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from dsec_layers.api.diskfrom import content
 from dsec_layers.api.disks import below, pieces
 from dsec_layers.api.nbd import flat_source
 from dsec_layers.api.session import Session
 from dsec_layers.blocksource import BlockSource, FileSource
 from dsec_layers.digest import Digest, check_digest
+from dsec_layers.disks.ext4 import make_image, size_for
 from dsec_layers.disks.files import GenerationReader
 from dsec_layers.disks.owner import owner_of
 from dsec_layers.disks.state import STATE
@@ -35,7 +37,7 @@ from dsec_layers.overlaybd.segments import SECTOR, Segments
 from dsec_layers.proc import find_tool, run
 from dsec_layers.registry.objects import resolve_any
 
-__all__ = ["BlobFile", "DiskInput", "open_input"]
+__all__ = ["BlobFile", "DiskInput", "made_ext4", "open_input"]
 
 _QCOW2: Final = b"QFI\xfb"
 
@@ -75,6 +77,21 @@ def open_input(session: Session, text: str) -> Iterator[DiskInput]:
             raise NotFound(f"{path} is no disk, image file, config.v1.json or OCI layout")
         else:
             yield _named(session, text, stack)
+
+
+@contextmanager
+def made_ext4(session: Session, text: str, size: int | None = None, *, epoch: int = 0) -> Iterator[DiskInput]:
+    """A new ext4 file system with the content of a directory, tar, layer or environment, as a disk. ``size`` in bytes; default: what the content needs."""
+    session.cache.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        image = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mkfs-", dir=session.cache))) / "image"
+        image.touch(mode=0o600)
+        with content(session, text, image) as directory:
+            assert directory is not None
+            wanted = size or size_for(directory)
+            segments = make_image(image, wanted, directory, epoch=epoch)
+        source = _open(stack, image)
+        yield DiskInput((_layer_of(source, segments),), (None,), wanted)
 
 
 def _writable(session: Session, path: Path, stack: ExitStack) -> DiskInput:

@@ -182,7 +182,7 @@ def resize(app: App, disk: Path, size: str) -> None:
 @command.command(
     "convert",
     cls=Command,
-    example="dsec-layers disk convert vm.qcow2 --name vm:1\ndsec-layers disk convert vm:1 -o vm.raw\ndsec-layers disk convert vm:1 --to oci -o vm-image",
+    example="dsec-layers disk convert vm.qcow2 --name vm:1\ndsec-layers disk convert vm:1 -o vm.raw\ndsec-layers disk convert tools.tar --mkfs ext4 --name tools-disk:1\ndsec-layers disk convert vm:1 --to oci -o vm-image",
 )
 @click.argument("source", metavar="SOURCE", type=REF)
 @click.option("--name", metavar="NAME:TAG", help="Publish it in the store under this name.")
@@ -191,10 +191,16 @@ def resize(app: App, disk: Path, size: str) -> None:
     "--to", type=click.Choice(["raw", "qcow2", "overlaybd", "oci"]), default="raw", show_default=True, help="What --output is to be."
 )
 @click.option("--format", "format_", type=FORMAT, default="zfile", show_default=True, help="How new layers in the store are packed.")
+@click.option(
+    "--mkfs", type=click.Choice(["ext4"]), help="With --name: make a file system; SOURCE is a directory, tar, layer or environment."
+)
+@click.option("--size", metavar="SIZE", help="With --mkfs: bytes of the disk; default: what SOURCE needs.")
 @click.option("--flatten", is_flag=True, help="With --name: make one layer, even where SOURCE has OverlayBD layers.")
 @app_options
 @pass_app
-def convert(app: App, source: str, name: str | None, output: Path | None, to: str, format_: str, flatten: bool) -> None:
+def convert(
+    app: App, source: str, name: str | None, output: Path | None, to: str, format_: str, mkfs: str | None, size: str | None, flatten: bool
+) -> None:
     """Turn one form of disk into another.
 
     SOURCE is a DISK, a REF (a layer or environment gives its flat EROFS image), a raw or qcow2 file, an OverlayBD blob, a config.v1.json, or an OCI image layout
@@ -205,8 +211,19 @@ def convert(app: App, source: str, name: str | None, output: Path | None, to: st
 
     if (name is None) == (output is None):
         raise UsageError("give --name NAME:TAG or --output PATH")
+    if (mkfs and name is None) or (size and not mkfs):
+        raise UsageError("--mkfs goes with --name, --size with --mkfs")
     if name is not None:
-        made = seal(app.session, source, name, format=format_, flatten=flatten)
+        made = seal(
+            app.session,
+            source,
+            name,
+            format=format_,
+            flatten=flatten,
+            mkfs=mkfs or "",
+            size=parse_size(size),
+            epoch=source_date_epoch() or 0,
+        )
         app.console.result(made, lambda: _show_sealed(app, made))
         return
     assert output is not None

@@ -21,7 +21,7 @@ from dsec_layers.overlaybd.lsmt import SPACE, encode_entries
 from dsec_layers.overlaybd.segments import SECTOR, Segments
 from dsec_layers.proc import clean_environment, find_tool, run
 
-__all__ = ["BLOCK", "make_ext4", "size_for"]
+__all__ = ["BLOCK", "make_ext4", "make_image", "size_for"]
 
 BLOCK: Final = 4096
 UUID: Final = "bdf7bb2e-c231-43ce-87c2-299792458ef5"
@@ -40,19 +40,28 @@ def make_ext4(data: Path, index: Path, virtual_size: int, source: Path | None = 
     ``source``: the directory that becomes its root, owners, modes, times, links and attributes included. ``epoch``: the time the file system is made at.
     UsageError for a size that ext4 cannot have, NoSpace if the content does not fit or the disk is full, ToolError.
     """
-    if virtual_size % BLOCK or virtual_size < 1 << 20:
-        raise UsageError(f"an ext4 file system here has a multiple of {BLOCK} bytes, at least 1 MiB, not {virtual_size} bytes")
-    os.truncate(data, SPACE + virtual_size)
-    _run_mke2fs(data, virtual_size, source, epoch)
+    segments = make_image(data, virtual_size, source, base=SPACE, epoch=epoch)
     try:
         with open(data, "r+b") as stream, open(index, "r+b") as entries:
-            settle_times(stream.fileno(), SPACE, epoch)
             os.fsync(stream.fileno())
-            segments = _segments(list(_extents(stream.fileno(), SPACE + virtual_size)))
             pwrite_all(entries.fileno(), encode_entries(segments), SPACE)
             os.fsync(entries.fileno())
     except OSError as error:
         raise map_os_error(error, str(data)) from error
+
+
+def make_image(path: Path, virtual_size: int, source: Path | None = None, *, base: int = 0, epoch: int = 0) -> Segments:
+    """Make the file system in an existing file from byte ``base`` on, not durable; returns where in the file its data is. Otherwise as ``make_ext4``."""
+    if virtual_size % BLOCK or virtual_size < 1 << 20:
+        raise UsageError(f"an ext4 file system here has a multiple of {BLOCK} bytes, at least 1 MiB, not {virtual_size} bytes")
+    try:
+        os.truncate(path, base + virtual_size)
+        _run_mke2fs(path, virtual_size, source, base, epoch)
+        with open(path, "r+b") as stream:
+            settle_times(stream.fileno(), base, epoch)
+            return _segments(list(_extents(stream.fileno(), base, base + virtual_size)), base)
+    except OSError as error:
+        raise map_os_error(error, str(path)) from error
 
 
 def size_for(source: Path) -> int:
@@ -66,8 +75,8 @@ def size_for(source: Path) -> int:
     return -(-(used * 5 // 4 + inodes * _INODE * 2 + _MARGIN) // (1 << 20)) * (1 << 20)
 
 
-def _run_mke2fs(data: Path, virtual_size: int, source: Path | None, epoch: int) -> None:
-    options = f"hash_seed={UUID},offset={SPACE},root_owner=0:0,lazy_itable_init=0,lazy_journal_init=1"
+def _run_mke2fs(data: Path, virtual_size: int, source: Path | None, base: int, epoch: int) -> None:
+    options = f"hash_seed={UUID},offset={base},root_owner=0:0,lazy_itable_init=0,lazy_journal_init=1"
     argv: list[str | Path] = [find_tool("mke2fs"), "-q", "-F", "-t", "ext4", "-b", str(BLOCK), "-I", str(_INODE), "-m", "1"]
     argv += ["-O", "^orphan_file,^metadata_csum_seed", "-U", UUID, "-E", options]
     if source is not None:
@@ -92,9 +101,8 @@ def _count(source: Path) -> int:
     return 16 + sum(len(folders) + len(files) for _, folders, files in os.walk(source))
 
 
-def _extents(fd: int, end: int) -> Iterator[tuple[int, int]]:
-    """(offset, end) of a file's data behind the header, without the runs of zeros in it."""
-    at = SPACE
+def _extents(fd: int, at: int, end: int) -> Iterator[tuple[int, int]]:
+    """(offset, end) of a file's data in ``[at, end)``, without the runs of zeros in it."""
     while at < end:
         try:
             first = os.lseek(fd, at, os.SEEK_DATA)
@@ -122,8 +130,8 @@ def _without_zeros(fd: int, first: int, end: int) -> Iterator[tuple[int, int]]:
         yield began, end
 
 
-def _segments(extents: list[tuple[int, int]]) -> Segments:
-    """Index entries of at most 4 MiB that map a disk's sectors to the same place behind the header."""
+def _segments(extents: list[tuple[int, int]], base: int) -> Segments:
+    """Index entries of at most 4 MiB that map a disk's sectors to the same place behind byte ``base``."""
     spans = np.array(extents, np.int64).reshape(-1, 2) // SECTOR
     count = -(-(spans[:, 1] - spans[:, 0]) // _MAX_SECTORS)
     owner = np.repeat(np.arange(len(spans)), count)
@@ -131,4 +139,4 @@ def _segments(extents: list[tuple[int, int]]) -> Segments:
     first = spans[owner, 0] + nth * _MAX_SECTORS
     end = np.minimum(first + _MAX_SECTORS, spans[owner, 1])
     zero = np.zeros(len(first), np.int16)
-    return Segments(first - SPACE // SECTOR, end - SPACE // SECTOR, first, zero, zero.astype(np.bool_))
+    return Segments(first - base // SECTOR, end - base // SECTOR, first, zero, zero.astype(np.bool_))

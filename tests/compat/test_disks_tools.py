@@ -107,6 +107,8 @@ def test_the_same_directory_gives_the_same_file_system(session: Session, tmp_pat
         seal(session, str(tmp_path / name), f"{name}:1")
     convert(session, "b:1", tmp_path / "raw", to="raw")
     assert run(["e2fsck", "-fn", tmp_path / "raw"], check=False).code == 0
+    made = seal(session, str(source), "c:1", mkfs="ext4", epoch=1_700_000_000)
+    assert sealed_content(session, "c:1") == (tmp_path / "raw").read_bytes() and made.layers == 1
     assert find_disk(session.store, "a:1")[1].layers == find_disk(session.store, "b:1")[1].layers
 
 
