@@ -92,6 +92,8 @@ class Segments:
 
     def pieces(self, first: int, end: int) -> Iterator[tuple[int, int, int, int, bool]]:
         """The mapped parts of ``[first, end)`` in order, cut to it: (lba, end, moffset, source, zeroed)."""
+        if first >= end:
+            return
         low, high = self.span(first, end)
         rows = self._few_rows(low, high) if high - low <= _FEW else self._rows(low, high)
         for lba, stop, moffset, source, zeroed in rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsec_layers.overlaybd.lsmt import decode_entries, encode_entries
@@ -63,6 +63,7 @@ def test_overlay_is_a_stack_of_two(lower: list[Row], upper: list[Row]) -> None:
 
 
 @relaxed
+@example([(0, 2, 8, False)], 1, 0)
 @given(logs, st.integers(0, SECTORS), st.integers(0, SECTORS))
 def test_pieces_cut_the_mapping(log: list[Row], first: int, length: int) -> None:
     mapping, end = resolve(segments(log)), min(first + length, SECTORS)
