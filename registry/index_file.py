@@ -159,4 +159,6 @@ def _mapped(error: sqlite3.Error, path: Path) -> DsecError:
         return Conflict(f"{path} has been locked by another process for {_BUSY:g} s")
     if _code(error) == sqlite3.SQLITE_FULL:
         return NoSpace(f"{path}: no space left on the device")
+    if _code(error) in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+        return StoreError(f"{path}: {error}", hint="point --cache at a directory of your own")
     return StoreError(f"{path}: {error}", hint="the file is an index: remove it and rebuild the catalog")

@@ -68,7 +68,7 @@ def detect(
     where: Where = 0 if source == "-" else Path(source) if isinstance(source, str | Path) else source
     name = "standard input" if source == "-" else str(where) if isinstance(where, Path) else "the stream"
     if isinstance(where, Path) and where.is_dir():
-        if kind == "oci" or (kind == "auto" and (where / "oci-layout").is_file() and (where / "index.json").is_file()):
+        if kind == "oci" or (kind == "auto" and all(_is_file(where / part) for part in ("oci-layout", "index.json"))):
             _no_excludes(patterns, one_filesystem)
             return _load(DirectoryFiles(where), settings)
         if kind in ("tar", "docker"):
@@ -78,6 +78,14 @@ def detect(
         raise UsageError(f"{name} is not a directory")
     _no_excludes(patterns, one_filesystem)
     return _from_file(where, name, settings)
+
+
+def _is_file(path: Path) -> bool:
+    """Whether it is one that can be seen: what cannot be searched is for the directory's own reader to complain of."""
+    try:
+        return path.is_file()
+    except PermissionError:
+        return False
 
 
 def _no_excludes(patterns: tuple[str, ...], one_filesystem: bool) -> None:

@@ -11,7 +11,7 @@ from dsec_layers.api.content import LayerContent, open_layer
 from dsec_layers.api.session import Session
 from dsec_layers.api.view import Entry, merge, walk
 from dsec_layers.digest import Digest
-from dsec_layers.errors import CorruptError, ImageError, NotFound
+from dsec_layers.errors import CorruptError, ImageError, LimitError, NotFound
 from dsec_layers.layers.descriptor import Kind
 from dsec_layers.layers.disk import DiskImage
 from dsec_layers.layers.manifest import Environment, Layer, Object
@@ -113,7 +113,7 @@ def ls(session: Session, prefix: str = "") -> list[Listed]:
             found = load_object(session.store, ref.digest)
             summary, size = _summaries(session, ref.digest, found)
             rows.append(Listed(ref.name, _kind(found), ref.digest, size, _stored(summary)))
-        except (CorruptError, ImageError, NotFound) as error:
+        except (CorruptError, ImageError, LimitError, NotFound) as error:
             session.progress.warning(f"{ref.name}: {error.message}")
             rows.append(Listed(ref.name, "damaged", ref.digest, 0, 0))
     return rows

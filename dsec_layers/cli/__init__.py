@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import select
 import signal
@@ -152,6 +153,8 @@ def _open_standard_streams() -> None:
         stream or open(number, mode, closefd=False)  # noqa: SIM115 - they last as long as the process
         for number, mode, stream in ((0, "r", sys.stdin), (1, "w", sys.stdout), (2, "w", sys.stderr))
     )
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that is no text must not end a command that worked
 
 
 def _output_is_gone() -> bool:

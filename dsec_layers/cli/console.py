@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-__all__ = ["Console", "human_bytes", "to_jsonable"]
+__all__ = ["Console", "human_bytes", "to_jsonable", "visible"]
+
+_ESCAPES = {number: f"\\x{number:02x}" for number in (*range(32), *range(127, 160))}
+_ESCAPES_OF_LINES = {number: escape for number, escape in _ESCAPES.items() if chr(number) not in "\n\t"}
+
+
+def visible(text: str) -> str:
+    """``text`` with control characters escaped: names in a layer are its maker's, and must not move the cursor or fake a line."""
+    return text.translate(_ESCAPES)
 
 
 def human_bytes(count: float) -> str:
@@ -73,7 +81,7 @@ class Console:
     def out(self, text: str = "") -> None:
         """A line on standard output."""
         try:
-            sys.stdout.write(text + "\n")
+            sys.stdout.write(text.translate(_ESCAPES_OF_LINES) + "\n")
             sys.stdout.flush()
         except BrokenPipeError:
             raise
@@ -82,7 +90,7 @@ class Console:
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, right: Sequence[int] = ()) -> None:
         """A table on standard output: aligned text, the same on a terminal and in a pipe."""
-        cells = [[str(cell) for cell in row] for row in rows]
+        cells = [[visible(str(cell)) for cell in row] for row in rows]
         widths = [max(len(line[i]) for line in [list(columns), *cells]) for i in range(len(columns))]
         for line in [[column.upper() for column in columns], *cells]:
             parts = [cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(line)]
@@ -121,6 +129,7 @@ class Console:
         RichConsole(stderr=True).print_exception(suppress=["click"])
 
     def _line(self, text: str, style: str | None) -> None:
+        text = text.translate(_ESCAPES_OF_LINES)
         with self._lock:
             if self._live is not None:
                 self._live.console.print(text, style=style, markup=False, highlight=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from dsec_layers.cli.common import REF, App, Command, app_options, pass_app
-from dsec_layers.cli.console import human_bytes
+from dsec_layers.cli.console import human_bytes, visible
 
 _SIGNS = {"added": "A", "removed": "D", "content": "M", "attributes": "a", "type": "T"}
 
@@ -32,7 +32,7 @@ def command(app: App, left: str, right: str, stat: bool) -> None:
                 if change.before != change.after
                 else human_bytes(change.after)
             )
-            app.console.out(f"{_SIGNS[change.change]}  {change.path}  ({sizes})")
+            app.console.out(f"{_SIGNS[change.change]}  {visible(change.path)}  ({sizes})")
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(found.files.items())) or "no difference"
         app.console.out(f"{counts}; +{human_bytes(found.bytes_added)} -{human_bytes(found.bytes_removed)}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from dsec_layers.cli.common import REF, App, Command, app_options, pass_app
-from dsec_layers.cli.console import human_bytes
+from dsec_layers.cli.console import human_bytes, visible
 
 
 @click.command("inspect", cls=Command, example="dsec-layers inspect debian:12\ndsec-layers inspect dev:1 --tree --depth 3")
@@ -30,7 +30,7 @@ def command(app: App, ref: str, tree: bool, depth: int) -> None:
             details = [f"layout {layer.layout}"] + [f"{key} {value}" for key, value in sorted(layer.counts.items())]
             out("  " + ", ".join(details))
             for key, value in layer.env.items():
-                out(f"  env {key}={value}")
+                out(f"  env {visible(key)}={visible(value)}")
             for blob in layer.blobs:
                 out(f"  {blob.role:<9}{blob.digest}  {human_bytes(blob.size):>10}{'  (of another layer)' if blob.foreign else ''}")
         if found.tree:

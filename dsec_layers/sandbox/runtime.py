@@ -20,7 +20,7 @@ from dsec_layers.sandbox.cgroups import CgroupHost
 
 __all__ = ["Failure", "Runtime", "choose_runtime", "read_failure"]
 
-_LAUNCH: Final = 'mount -t proc -o nosuid,nodev,noexec proc /proc && exec setpriv --pdeathsig KILL -- "$@"'
+_LAUNCH: Final = '"$1" -t proc -o nosuid,nodev,noexec proc /proc && shift && exec "$@"'
 _MAX_LOG: Final = 1 << 20
 _FAILED: Final = (1, 125, 126, 127, 255)
 """How runtimes exit when they fail themselves. An error they log beside another code is about the clean-up after the command."""
@@ -47,7 +47,8 @@ class Runtime:
         this process, so that nothing runs on if this process is killed.
         """
         return [
-            *("/bin/sh", "-c", _LAUNCH, "sh"),
+            *("/bin/sh", "-c", _LAUNCH, "sh", proc.find_tool("mount")),
+            *(proc.find_tool("setpriv"), "--pdeathsig", "KILL", "--"),
             *(self.path, "--root", str(root), "--log", str(log), "--log-format", "json", "run", "--bundle", str(bundle), identifier),
         ]
 

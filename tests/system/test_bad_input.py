@@ -21,6 +21,7 @@ from dsec_layers.linux.mount import umount
 from dsec_layers.proc import PIPE, Completed, run, spawn
 from dsec_layers.sandbox import RunSpec
 from dsec_layers.store.base import check_ref
+from dsec_layers.store.transfer import put_bytes
 
 pytestmark = pytest.mark.root
 
@@ -133,6 +134,12 @@ def test_one_line_that_names_the_thing(cli: Cli, argv: list[str], code: int, say
     assert says in first
     assert refs(cli) == before
     assert not Path("/nowhere").exists()
+
+
+def test_a_bare_path_does_not_make_the_sandbox_look_like_a_missing_command(cli: Cli, tmp_path: Path) -> None:
+    """The programs around the runtime were looked up in the caller's PATH: 127 was then taken for the command's own."""
+    (tmp_path / "sh").symlink_to("/bin/sh")
+    assert cli("run", "box:1", "--", "echo", "hello", PATH=str(tmp_path)).stdout == b"hello\n"
 
 
 @pytest.mark.parametrize("variable", [("DSEC_DRIVER", "floppy"), ("SOURCE_DATE_EPOCH", "٣"), ("SOURCE_DATE_EPOCH", "9" * 20)])
@@ -256,6 +263,29 @@ def test_repair_by_the_command_line(damaged: Damaged) -> None:
     path.unlink()
     assert f"missing sha256:{path.name}" in call("verify", code=16).stdout.decode()
     assert f"repaired sha256:{path.name}" in call("verify", "--repair", damaged.replica).stdout.decode()
+
+
+@pytest.mark.parametrize("manifest", [b"[" * 200_000, b"{" + b" " * (17 << 20) + b"}", b"\x00\xff", b""])
+def test_no_manifest_hides_the_other_names(damaged: Damaged, manifest: bytes) -> None:
+    damaged.session.store.set_ref("odd:1", put_bytes(damaged.session.store, manifest).digest, expected=None)
+    assert [row.kind for row in ls(damaged.session)] == ["base", "damaged", "base"]
+    assert [bool(report.problems) for report in verify(damaged.session)] == [False, True, False]
+
+
+def test_names_in_a_layer_cannot_write_on_the_terminal(damaged: Damaged, tmp_path: Path) -> None:
+    source = tmp_path / "names"
+    source.mkdir()
+    (source / "a\nb\033[31m\x9b").touch()
+    (Path(os.fsdecode(os.fsencode(source) + b"/\xff"))).touch()
+    import_source(damaged.session, source, kind="base", name="names:1")
+    call = Cli(Path(damaged.session.store_url).parent)
+    for argv in (["inspect", "names:1", "--tree"], ["diff", "sound:1", "names:1"]):
+        shown = call(*argv).stdout
+        assert rb"a\x0ab\x1b[31m\x9b" in shown
+        assert rb"\xff" in shown
+        assert b"\033" not in shown
+    output = os.fsdecode(os.fsencode(tmp_path) + b"/o\xff")
+    assert b"o\\udcff" in call("export", "names:1", "-o", output).stdout
 
 
 def test_a_flipped_segment_table_is_not_believed(damaged: Damaged) -> None:

@@ -75,3 +75,9 @@ def test_what_needs_root_says_so(home: Path, argv: list[str]) -> None:
     line = done.stderr.decode().splitlines()[0]
     assert line.startswith("error: ")
     assert "root" in line
+
+
+def test_a_directory_that_cannot_be_searched_is_named(home: Path) -> None:
+    (home / "closed").mkdir(mode=0)
+    done = as_nobody(home, "import", home / "closed", "--kind", "base", "--name", "base:1", code=12)
+    assert str(home / "closed") in done.stderr.decode().splitlines()[0]
