@@ -57,7 +57,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--limit", type=int, default=defaults.limit, metavar="BYTES", help="keep unused segments below so many bytes; 0: no limit"
     )
-    parser.add_argument("--buffered", action="store_true", help="mount without directio: segments are cached twice in memory")
+    parser.add_argument(
+        "--drop", type=float, default=defaults.drop, metavar="S", help="give back doubly cached pages of a fetched segment after S seconds"
+    )
+    parser.add_argument("--directio", action="store_true", help="mount with directio: nothing is cached twice, small reads cost more")
     parser.add_argument("--holes", action="store_true", help="absent segments are holes, as on kernels that need it")
     return parser.parse_args(argv)
 
@@ -69,7 +72,8 @@ def _options(arguments: argparse.Namespace) -> Options:
         fetches=arguments.fetches,
         deadline=arguments.deadline,
         limit=arguments.limit,
-        direct=not arguments.buffered,
+        drop=arguments.drop,
+        direct=arguments.directio,
         holes=arguments.holes,
     )
 

@@ -18,8 +18,8 @@ QUIET: Final = {"OPENBLAS_NUM_THREADS": "1"}
 class Options:
     """``linger``: seconds an unused layer stays mounted; ``idle``: seconds without mounts after which the daemon ends (0: never); ``fetches``: segments fetched
     at once; ``deadline``: seconds after which a reader gets an error; ``limit``: bytes that segments may take on the disk (0: all there is; what mounted layers
-    use is never removed); ``direct``: mount so that segments are not cached twice in memory; ``holes``: absent
-    segments as holes even where empty files would do (cache/segments.py).
+    use is never removed); ``drop``: seconds after which the second copy of a fetched segment in the page cache is given back; ``direct``: mount with
+    ``directio``, so that there is none; ``holes``: absent segments as holes even where empty files would do (cache/segments.py).
     """
 
     linger: float = 30.0
@@ -27,5 +27,6 @@ class Options:
     fetches: int = 16
     deadline: float = 60.0
     limit: int = 0
-    direct: bool = True
+    drop: float = 15.0
+    direct: bool = False
     holes: bool = False

@@ -17,12 +17,14 @@ import select
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any, Final
 
 from dsec_layers.cache.directory import CacheDirectory, note_holder
 from dsec_layers.cache.fetch import Fetcher, Limits
 from dsec_layers.cache.metadata import LayerFiles
+from dsec_layers.cache.pages import PageDropper
 from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.cache.stock import Stock
 from dsec_layers.errors import DsecError, HostError
@@ -46,6 +48,7 @@ _log = logging.getLogger(__name__)
 
 _LOG_BYTES: Final = 1 << 20
 _SWEEP: Final = 5.0
+_DROP_ALL: Final = 300.0
 _DESCRIPTORS: Final = 65_536
 _PR_SET_NAME: Final = 15
 
@@ -93,6 +96,9 @@ class _Worker:
         if spec["group"] >= 0:
             mounters["fanotify"] = _DeviceMounter(self._cache, options.direct)
         self._cache.make_room = self._make_room
+        self._dropper = PageDropper(self._directory, options.drop)
+        self._cache.published = self._dropper.later
+        self._next_drop = time.monotonic() + _DROP_ALL
         self._layers = LayerMounts(self._directory, self._cache, stores, records, mounters, linger=options.linger)
         self._manager = Manager(self._directory, self._cache, stores, records, self._layers)
         self._events: EventServer | None = None
@@ -134,13 +140,14 @@ class _Worker:
         poll.register(self._keeper, select.POLLIN)
         poll.register(self._wake_read, select.POLLIN)
         while not self._stopping:
-            ready = dict(poll.poll(min(_SWEEP, self._options.idle or _SWEEP) * 1000))
+            ready = dict(poll.poll(min(_SWEEP, self._options.idle or _SWEEP, max(self._options.drop, 0.05)) * 1000))
             if self._keeper in ready:
                 _log.error("the keeper died; this process takes its place and starts another worker")
                 become_keeper({**self._spec, "ready": -1})
             try:
                 self._manager.sweep()
                 self._keep_limit()
+                self._drop_pages()
             except (DsecError, OSError) as error:
                 _log.error("sweep: %s", error)
             if self._is_idle():
@@ -153,6 +160,13 @@ class _Worker:
     def _make_room(self, wanted: int) -> int:
         """Remove segments that no mounted layer has, the oldest first."""
         return self._cache.evict(wanted, self._layers.segments_in_use())
+
+    def _drop_pages(self) -> None:
+        """Give back doubly cached pages: of what was fetched a while ago, and now and then of all that the mounted layers have."""
+        self._dropper.run()
+        if time.monotonic() >= self._next_drop:
+            self._next_drop = time.monotonic() + _DROP_ALL
+            self._dropper.drop(self._layers.segments_in_use())
 
     def _keep_limit(self) -> None:
         """Keep what the segments take below the limit, if there is one and something was fetched."""

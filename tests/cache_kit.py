@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -141,3 +142,13 @@ def unmount_below(folder: Path) -> None:
         if mount.target.startswith(f"{folder}/"):
             with suppress(DsecError):
                 umount(mount.target, lazy=True)
+
+
+def cached_bytes(path: Path) -> int:
+    """Bytes of a file that are in the page cache (cachestat(2), Linux 6.5)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    span, found = (ctypes.c_uint64 * 2)(0, 0), (ctypes.c_uint64 * 5)()
+    with open(path, "rb") as stream:
+        if libc.syscall(451, stream.fileno(), span, found, 0) != 0:
+            pytest.skip("this kernel has no cachestat(2)")
+    return 4096 * int(found[0])

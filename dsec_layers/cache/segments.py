@@ -73,6 +73,8 @@ class SegmentCache:
         self._own_writes: set[str] = set()
         self.make_room: Callable[[int], int] = lambda _: 0
         """Called when the disk is full: removes what nobody uses, returns how many bytes that gave."""
+        self.published: Callable[[str], None] = lambda _: None
+        """Told the name of each segment that became present for a reader in the kernel."""
 
     # ---- readers in user space
 
@@ -283,6 +285,7 @@ class SegmentCache:
                 return
             if (named.st_dev, named.st_ino) == (status.st_dev, status.st_ino):
                 os.rename(name, name, src_dir_fd=self.directory.absent_fd, dst_dir_fd=self.directory.present_fd)
+        self.published(name)
 
     def _store(self, name: str, data: Buffer) -> None:
         """A new present file that no mount has open."""

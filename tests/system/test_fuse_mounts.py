@@ -26,7 +26,7 @@ from dsec_layers.linux.mount import umount
 from dsec_layers.proc import run
 from dsec_layers.registry.objects import load_config, publish_config, publish_object, put_blob
 from dsec_layers.store.posix import PosixStore
-from tests.cache_kit import daemon, eventually, log_of, needs_fanotify, processes_of, unmount_below
+from tests.cache_kit import cached_bytes, daemon, eventually, log_of, needs_fanotify, processes_of, unmount_below
 from tests.store_samples import Sample, content, make_environment, make_layer
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
@@ -406,3 +406,15 @@ def test_f1_unused_segments_are_kept_below_the_limit(place: Path, store: PosixSt
             assert host.show().fetched == len(first.segments) + len(second.segments), "what is mounted is not removed"
         with host.attach(store, [first.digest]) as lease:
             assert read_tree(lease.paths[0]) == BASE
+
+
+@pytest.mark.parametrize("options", [["--drop", "0"], ["--directio"]], ids=["dropped", "direct"])
+def test_nothing_stays_cached_twice(place: Path, store: PosixStore, options: list[str]) -> None:
+    sample = make_layer(store, BASE)
+    with daemon(place / "cache", options) as host, host.attach(store, [sample.digest]) as lease:
+        assert read_tree(lease.paths[0]) == BASE
+        present = list((place / "cache" / "present").iterdir())
+        assert len(present) == len(sample.segments)
+        eventually(lambda: sum(map(cached_bytes, present)) == 0)
+        assert sum(cached_bytes(path) for path in lease.paths[0].iterdir()) >= sum(map(len, BASE.values())), "the mounted files stay cached"
+        assert read_tree(lease.paths[0]) == BASE
