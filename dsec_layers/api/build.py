@@ -9,7 +9,9 @@ from pathlib import Path, PurePosixPath
 
 from dsec_layers.api.session import Session
 from dsec_layers.builders.pack import PackResult, pack_layer
+from dsec_layers.builders.sources.base import Source
 from dsec_layers.builders.sources.detect import detect
+from dsec_layers.builders.sources.directory import OverlaySource
 from dsec_layers.builders.sources.names import Overrides
 from dsec_layers.digest import Digest
 from dsec_layers.errors import Conflict, DsecError, NotFound, UsageError
@@ -62,7 +64,7 @@ def import_source(
         raise UsageError(f"a prefix is an absolute path without '..', of a toolkit: {prefix[:200]!r}")
     before = current(session.store, name)
     began = time.monotonic()
-    found = detect(source, platform=platform, excludes=excludes, overrides=Overrides(epoch=epoch))
+    found = _source(source, wanted, platform, tuple(excludes), Overrides(epoch=epoch))
     image = found.image_config
     packed = pack_layer(
         session.store,
@@ -167,6 +169,13 @@ def built(name: str, kind: Kind, packed: PackResult, seconds: float) -> Built:
         seconds=seconds,
         stages=packed.seconds,
     )
+
+
+def _source(source: str | Path, kind: Kind, platform: str, excludes: tuple[str, ...], overrides: Overrides) -> Source:
+    """The input. A directory that becomes a workspace is read as what overlayfs leaves in an upper: its whiteouts hide the base's names, and show nowhere."""
+    if kind is Kind.WORKSPACE and source != "-" and Path(source).is_dir() and not (Path(source) / "oci-layout").is_file():
+        return OverlaySource([Path(source)], excludes=excludes, overrides=overrides)
+    return detect(source, platform=platform, excludes=excludes, overrides=overrides)
 
 
 def _kind(text: str) -> Kind:

@@ -92,6 +92,16 @@ def test_mounted_environment_is_the_merged_view(dsec: Dsec, environment: str, ho
     assert answer(dsec("ps", "--json")) == []
 
 
+def test_a10_a_whiteout_shows_nowhere(dsec: Dsec, environment: str, tmp_path: Path) -> None:
+    target = tmp_path / "mnt"
+    target.mkdir()
+    for ref in ("work:1", environment):
+        dsec("mount", ref, target)
+        assert "group" not in {path.name for path in (target / "etc").iterdir()}
+        assert not (target / "etc/group").exists()
+        dsec("umount", target)
+
+
 def test_exported_tar_equals_the_mount(dsec: Dsec, environment: str, tmp_path: Path) -> None:
     (tmp_path / "mnt").mkdir()
     (tmp_path / "tree").mkdir()
