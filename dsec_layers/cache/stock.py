@@ -10,6 +10,7 @@ import logging
 import os
 import stat
 import threading
+import time
 from typing import Final
 
 from dsec_layers.cache.directory import CacheDirectory
@@ -19,6 +20,7 @@ __all__ = ["Stock"]
 _log = logging.getLogger(__name__)
 
 SIZE: Final = 2048
+_BATCH: Final = 32
 
 
 class Stock:
@@ -30,7 +32,7 @@ class Stock:
         self._names = [entry.name for entry in os.scandir(directory.stock_fd) if entry.stat(follow_symlinks=False).st_size == 0]
         self._next = 1 + max((int(name) for name in self._names if name.isdigit()), default=0)
         self._wake = threading.Event()
-        self._closed = False
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="stock", daemon=True)
         self._thread.start()
         self._wake.set()
@@ -53,7 +55,7 @@ class Stock:
 
     def close(self) -> None:
         """Stop the thread."""
-        self._closed = True
+        self._closing.set()
         self._wake.set()
         self._thread.join()
 
@@ -61,16 +63,25 @@ class Stock:
         while True:
             self._wake.wait()
             self._wake.clear()
-            while not self._closed and len(self._names) < self._size:
-                try:
-                    os.mknod(str(self._next), stat.S_IFREG | 0o600, dir_fd=self._directory.stock_fd)
-                except FileExistsError:
-                    pass
-                except OSError as error:  # a full disk: mounts make what they need themselves, or say so
-                    _log.info("stock of empty files: %s", error)
+            while len(self._names) < self._size and not self._closing.is_set():
+                began = time.monotonic()
+                if not self._make(min(_BATCH, self._size - len(self._names))):
                     break
-                else:
-                    self._names.append(str(self._next))
-                self._next += 1
-            if self._closed:
+                # A quarter of the time at most: mounts and fetches go first.
+                self._closing.wait(3 * (time.monotonic() - began))
+            if self._closing.is_set():
                 return
+
+    def _make(self, count: int) -> bool:
+        for _ in range(count):
+            name = str(self._next)
+            self._next += 1
+            try:
+                os.mknod(name, stat.S_IFREG | 0o600, dir_fd=self._directory.stock_fd)
+            except FileExistsError:
+                continue
+            except OSError as error:  # a full disk: mounts make what they need themselves, or say so
+                _log.info("stock of empty files: %s", error)
+                return False
+            self._names.append(name)
+        return True
