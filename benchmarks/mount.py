@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -342,9 +343,7 @@ def report_cold(bench: Bench) -> None:
         say("  the same, decompressed", f"{report.bytes / 1e6:.1f} MB")
         say("  segments, events", f"{report.fetched}, {report.events}")
         say("  time; the plain mount of a local image", f"{took:.2f} s; {flat:.2f} s")
-        pairs = [
-            tuple(by_children(lambda root=root: bench.run_imports(root)) for root in (lease.paths[0], plain)) for _ in range(bench.rounds)
-        ]  # type: ignore[misc]
+        pairs = [tuple(by_children(partial(bench.run_imports, root)) for root in (lease.paths[0], plain)) for _ in range(bench.rounds)]
         ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
         say("  again, all cached (cpu); the plain mount", f"{ours:.2f} s; {theirs:.2f} s")
         say("  ratio", f"{statistics.median(a / b for a, b in pairs):.3f}", "<= 1.05")
