@@ -5,6 +5,8 @@ The protocol is that of fuse/control.py, on the socket ``control`` in the disk's
 
 from __future__ import annotations
 
+import os
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from dsec_layers.fuse import control
 __all__ = ["ControlServer", "Owner", "Served", "owner_of", "served"]
 
 _ANSWER: Final = 600.0
+_END: Final = 60.0
 
 
 class Owner(Protocol):
@@ -56,10 +59,18 @@ class Served:
         return DiskState.from_value(self._ask("rebase", expected=before, parent=asdict(parent), gone=list(gone)))
 
     def stop(self) -> None:
-        """Ask the server to end, and wait until it has let go of the disk."""
-        self._ask("stop")
-        with suppress(OSError):
-            control.receive(self._channel)  # the end of the connection is the end of the process
+        """Ask the server to end, and wait until it has let go of the disk. HostError if it does not."""
+        process = os.pidfd_open(int(self.status()["pid"]))
+        try:
+            self._ask("stop")
+            if select.select([process], [], [], _END)[0]:
+                return
+        finally:
+            os.close(process)
+        try:
+            DiskFiles(self._path).close()  # a program that does other things after it has served
+        except Conflict as error:
+            raise HostError(f"the server of {self._path} does not end", hint="its clients may be waiting for a store") from error
 
     def close(self) -> None:
         """Close the connection; the server stays."""
@@ -164,7 +175,6 @@ class ControlServer:
                 control.send(channel, answer)
                 if received[0].get("op") == "stop":
                     self._stop()
-                    return  # the connection stays open until this process ends: that is how the client knows
 
     def _answer(self, message: control.Message) -> Any:
         operation = message.get("op")
