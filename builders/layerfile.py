@@ -74,6 +74,7 @@ def build_layerfile(
     name: str | None = None,
     previous: Digest | None = None,
     workers: int | None = None,
+    level: int = 3,
     use_cache: bool = True,
     epoch: int | None = None,
     environ: Mapping[str, str] | None = None,
@@ -102,6 +103,7 @@ def build_layerfile(
             recipe={"layerfile": recipe.document},
             epoch=build.epoch,
             workers=workers,
+            level=level,
             progress=place.progress,
         )
 

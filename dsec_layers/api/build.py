@@ -54,9 +54,10 @@ def import_source(
     excludes: Iterable[str] = (),
     platform: str = "linux/amd64",
     workers: int | None = None,
+    level: int = 3,
     epoch: int | None = None,
 ) -> Built:
-    """Import a directory, tar, OCI image or docker archive as a layer and name it ``name``. ``-`` is standard input."""
+    """Import a directory, tar, OCI image or docker archive as a layer and name it ``name``. ``-`` is standard input. ``level``: zstd's."""
     name, wanted = check_ref(name), _kind(kind)
     if not str(source):
         raise UsageError("the name of the source is empty", hint="a directory, a file, or - for standard input")
@@ -79,6 +80,7 @@ def import_source(
         recipe=lambda: {"import": {"type": found.kind, **{k: v for k, v in found.describe().items() if k == "digest"}}},
         epoch=epoch,
         workers=workers,
+        level=level,
         layout=layout,
         progress=session.progress,
     )
@@ -92,10 +94,11 @@ def build(
     *,
     name: str | None = None,
     workers: int | None = None,
+    level: int = 3,
     use_cache: bool = True,
     epoch: int | None = None,
 ) -> Built:
-    """Build the layer that a layer file describes (docs/layerfile.md) and name it: ``name``, or what the file says."""
+    """Build the layer that a layer file describes (docs/layerfile.md) and name it: ``name``, or what the file says. ``level``: zstd's."""
     from dsec_layers.builders.layerfile import build_layerfile, load_recipe
 
     began = time.monotonic()
@@ -103,8 +106,9 @@ def build(
     name = check_ref(name or recipe.name)
     before = current(session.store, name)
     packed = build_layerfile(
-        recipe, session, name=name, previous=layer_before(session.store, before), workers=workers, use_cache=use_cache, epoch=epoch
-    )
+        recipe, session,
+        name=name, previous=layer_before(session.store, before), workers=workers, level=level, use_cache=use_cache, epoch=epoch,
+    )  # fmt: skip
     swap_ref(session.store, name, packed.digest, before)
     return built(name, recipe.kind, packed, time.monotonic() - began)
 

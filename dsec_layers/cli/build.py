@@ -20,12 +20,13 @@ from dsec_layers.cli.settings import source_date_epoch
 @click.option(
     "--workers", type=click.IntRange(1, 256), help="Compression threads; default: one a processor. The result does not depend on it."
 )
+@click.option("--level", type=click.IntRange(1, 19), default=3, show_default=True, help="zstd level: 1 builds fastest, 19 stores least.")
 @click.option("--no-cache", is_flag=True, help="Run every step again, even if the step cache has its result.")
 @app_options
 @pass_app
-def command(app: App, layerfile: Path, name: str | None, workers: int | None, no_cache: bool) -> None:
+def command(app: App, layerfile: Path, name: str | None, workers: int | None, level: int, no_cache: bool) -> None:
     """Build the layer that LAYERFILE (TOML, see docs/layerfile.md) describes, store it and name it."""
     from dsec_layers.api.build import build
 
-    made = build(app.session, layerfile, name=name, workers=workers, use_cache=not no_cache, epoch=source_date_epoch())
+    made = build(app.session, layerfile, name=name, workers=workers, level=level, use_cache=not no_cache, epoch=source_date_epoch())
     app.console.result(made, lambda: show_built(app, made))

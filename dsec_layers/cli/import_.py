@@ -31,10 +31,20 @@ from dsec_layers.cli.settings import source_date_epoch
 @click.option(
     "--workers", type=click.IntRange(1, 256), help="Compression threads; default: one a processor. The result does not depend on it."
 )
+@click.option("--level", type=click.IntRange(1, 19), default=3, show_default=True, help="zstd level: 1 builds fastest, 19 stores least.")
 @app_options
 @pass_app
 def command(
-    app: App, source: str, kind: str, name: str, prefix: str, layout: str, excludes: tuple[str, ...], platform: str, workers: int | None
+    app: App,
+    source: str,
+    kind: str,
+    name: str,
+    prefix: str,
+    layout: str,
+    excludes: tuple[str, ...],
+    platform: str,
+    workers: int | None,
+    level: int,
 ) -> None:
     """Import SOURCE as a layer: a directory, a tar (plain, gz, xz, zst; - is standard input), an OCI image layout, or a docker save archive."""
     from dsec_layers.api.build import import_source
@@ -49,6 +59,7 @@ def command(
         excludes=excludes,
         platform=platform,
         workers=workers,
+        level=level,
         epoch=source_date_epoch(),
     )
     app.console.result(made, lambda: show_built(app, made))
