@@ -10,6 +10,7 @@ Nothing here reads through the daemon's own mounts.
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import logging.handlers
 import os
@@ -118,6 +119,8 @@ class _Worker:
         if self._events is not None:
             self._events.start()
         self._service.start()
+        gc.collect()
+        gc.freeze()  # what is loaded now stays: no need to look at it again and again between two segments
         self._say_ready()
         self._wait()
         return self._end()
