@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsec_layers import Session, build, cache_clear, cache_show, env_create, export, inspect, run
+from dsec_layers import Session, build, cache_clear, cache_show, env_create, export, inspect, run, stop
 from dsec_layers.api.mounts import run_spec
 from dsec_layers.cli.console import Console, human_bytes
 from dsec_layers.proc import run as run_program
@@ -130,6 +130,7 @@ def main() -> int:
         step("Eager: fetch everything, unpack, run the same")
         eager = eagerly(session, work)
         report(console, session, lazy, eager)
+        stop(session)  # so that the directory may be deleted
     return 0 if lazy.code == eager.code == 0 else 1
 
 
