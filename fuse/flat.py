@@ -2,9 +2,8 @@
 
     <cache>/flat/<hex of the manifest digest>.erofs
 
-For kernels without pre-content events, for VMMs that map or read an image, and for users who are not root (with a cache of their own). The server is a
-process of its own: it reads complete segments from the cache and asks the daemon for the others, so that it outlives the daemon's workers. If it dies
-itself, readers get errors (ENOTCONN), never wrong bytes.
+For kernels without pre-content events, and for VMMs that map or read an image. The server is a process of its own: it reads complete segments from the
+cache and asks the daemon for the others, so that it outlives the daemon's workers. If it dies itself, readers get errors (ENOTCONN), never wrong bytes.
 
 ``python -m dsec_layers.fuse.flat --cache DIR`` mounts <cache>/flat and serves it in the background.
 """
