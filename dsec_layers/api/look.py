@@ -10,8 +10,8 @@ from typing import Any
 from dsec_layers.api.content import LayerContent, open_layer
 from dsec_layers.api.session import Session
 from dsec_layers.api.view import Entry, merge, walk
-from dsec_layers.digest import Digest
-from dsec_layers.errors import CorruptError, ImageError, LimitError, NotFound
+from dsec_layers.digest import Digest, is_digest
+from dsec_layers.errors import CorruptError, ImageError, InputError, LimitError, NotFound
 from dsec_layers.layers.descriptor import Kind
 from dsec_layers.layers.disk import DiskImage
 from dsec_layers.layers.manifest import Environment, Layer, Object
@@ -120,12 +120,34 @@ def ls(session: Session, prefix: str = "") -> list[Listed]:
 
 
 def inspect(session: Session, text: str, *, tree: bool = False, depth: int = 2) -> Inspection:
-    """A layer, environment or disk by name or digest; with ``tree`` the paths down to ``depth`` and their sizes (UsageError for a disk)."""
-    digest, found = resolve_any(session.store, text)
+    """A layer, environment or disk by name or digest; with ``tree`` the paths down to ``depth`` and their sizes (UsageError for a disk).
+
+    The digest of any other blob gives its size, its role, and the layers that use it, as far as refs reach them.
+    """
+    try:
+        digest, found = resolve_any(session.store, text)
+    except (InputError, LimitError):
+        if not is_digest(text) or tree:
+            raise
+        return _inspect_blob(session, text)
     summary, size = _summaries(session, digest, found)
     entries = _tree(open_view(session, text), depth) if tree else ()
     kind = f"layer ({found.kind})" if isinstance(found, Layer) else _kind(found)
     return Inspection(text, kind, digest, size, _stored(summary), summary, entries)
+
+
+def _inspect_blob(session: Session, digest: Digest) -> Inspection:
+    """A blob that is no manifest."""
+    size = session.store.stat(digest).size
+    users: dict[Digest, LayerSummary] = {}
+    for ref in session.store.list_refs():
+        try:
+            summaries, _ = _summaries(session, *resolve_any(session.store, ref.name))
+        except (InputError, LimitError, CorruptError, NotFound):
+            continue  # what is damaged is verify's affair
+        users |= {layer.digest: layer for layer in summaries if any(blob.digest == digest for blob in layer.blobs)}
+    roles = sorted({blob.role for layer in users.values() for blob in layer.blobs if blob.digest == digest})
+    return Inspection(digest, f"blob ({', '.join(roles) or 'nothing refers to it'})", digest, 0, size, tuple(users.values()))
 
 
 def open_view(session: Session, text: str) -> Entry:

@@ -15,7 +15,7 @@ from dsec_layers.cli.console import human_bytes, visible
 @app_options
 @pass_app
 def command(app: App, ref: str, tree: bool, depth: int) -> None:
-    """Show a layer or environment REF (name:tag or digest), its blobs, and with --tree its paths."""
+    """Show a layer, environment or disk REF (name:tag or digest), its blobs, and with --tree its paths; of a blob its size, role and users."""
     from dsec_layers.api.look import inspect
 
     found = inspect(app.session, ref, tree=tree, depth=depth)

@@ -136,6 +136,19 @@ def test_inspect_tree_sums_directories(session: Session, tree: Path) -> None:
     assert "/dir/small" not in sizes
 
 
+def test_inspect_tells_what_a_blob_is(session: Session, tree: Path) -> None:
+    import_source(session, tree, kind="base", name="t:1")
+    (layer,) = inspect(session, "t:1").layers
+    for blob in layer.blobs:
+        found = inspect(session, blob.digest)
+        assert (found.type, found.stored_bytes) == (f"blob ({blob.role})", blob.size)
+        assert [user.digest for user in found.layers] == [layer.digest]
+    rm(session, "t:1")
+    assert "nothing refers to it" in inspect(session, layer.blobs[-1].digest).type
+    with pytest.raises(NotFound):
+        inspect(session, "sha256:" + "0" * 64)
+
+
 def test_push_pull_and_verify(session: Session, tree: Path, tmp_path: Path) -> None:
     import_source(session, tree, kind="base", name="t:1")
     env_create(session, "e:1", base="t:1")
