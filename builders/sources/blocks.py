@@ -61,6 +61,10 @@ class FileBlocks:
         """Nothing to release."""
 
 
+_LOOK_UP: Final = 500
+"""Milliseconds after which a wait for a pipe is begun again."""
+
+
 class PipeBlocks:
     """A pipe, socket or terminal; ``close`` also ends a read that waits in another thread."""
 
@@ -75,7 +79,9 @@ class PipeBlocks:
     def block(self) -> bytes:
         """What can be read now, at least one byte."""
         try:
-            ready = self._poll.poll()
+            # Bounded: a signal that comes just before the wait does not end it, and is only seen when it ends.
+            while not (ready := self._poll.poll(_LOOK_UP)):
+                pass
             if any(fd == self._wake for fd, _ in ready):
                 return b""
             return os.read(self._fd, BLOCK)
