@@ -19,10 +19,10 @@ from typing import Final, Protocol, Self
 
 from dsec_layers.digest import Buffer, Digest, content_digest
 from dsec_layers.erofs.tree import BLOCK
-from dsec_layers.errors import CorruptError, DsecError, ImageError, NotFound
-from dsec_layers.layers.frames import decompress
+from dsec_layers.errors import CorruptError, DsecError, NotFound
 from dsec_layers.layers.tables import MAX_SEGMENT, MAX_SEGMENTS
 from dsec_layers.registry.catalog import ChunkAt, SegmentAt
+from dsec_layers.segment import Segment, read_segment
 from dsec_layers.store.base import Store
 
 __all__ = ["MOST", "ForeignChecks", "ForeignChunks", "ForeignSegment", "Held", "Lookup", "check_segment"]
@@ -184,13 +184,12 @@ def _sound(at: ChunkAt, size: int) -> bool:
 
 
 def check_segment(store: Store, segment: ForeignSegment) -> None:
-    """Read a foreign segment and compare it, and the chunks that are used of it, with their digests. CorruptError, ImageError, NotFound."""
+    """Read a foreign segment and compare it, and the chunks that are used of it, with their digests. CorruptError, NotFound."""
     at = segment.at
-    data = memoryview(decompress(store.read(at.blob, at.offset, at.stored), at.size))
-    if content_digest(data) != at.digest:
-        raise CorruptError(f"{at.blob}: the segment at {at.offset} does not match its digest")
+    data = memoryview(read_segment(store, Segment(at.digest, at.size, store.url, at.blob, at.offset, at.stored)))
     for digest, block, size in segment.chunks():
         if content_digest(data[block * BLOCK : block * BLOCK + size]) != digest:
+            store.suspect(at.blob)
             raise CorruptError(f"{at.blob}: the segment at {at.offset} has another chunk at block {block} than the catalog says")
 
 
@@ -227,7 +226,6 @@ class ForeignChecks:
     def _check(self, segment: ForeignSegment) -> str | None:
         try:
             check_segment(self._store, segment)
-        except (CorruptError, ImageError, NotFound) as error:
-            self._store.suspect(segment.at.blob)
+        except (CorruptError, NotFound) as error:
             return error.message
         return None

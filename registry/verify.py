@@ -22,12 +22,12 @@ from dsec_layers.erofs.reader import Image
 from dsec_layers.errors import CorruptError, DsecError, ImageError, InputError, LimitError, NotFound
 from dsec_layers.layers.descriptor import Descriptor
 from dsec_layers.layers.disk import PIECE_SIZE, DiskImage, DiskLayer, parse_pieces
-from dsec_layers.layers.frames import decompress
 from dsec_layers.layers.manifest import Environment, Layer
 from dsec_layers.layers.tables import BLOCK, CHUNK, Table
 from dsec_layers.progress import SILENT, Progress, Task
 from dsec_layers.registry.collect import referenced
 from dsec_layers.registry.objects import children, load_chunks, load_config, load_disk_config, load_metadata, load_object
+from dsec_layers.segment import Segment
 from dsec_layers.store.base import BlobInfo, Store
 from dsec_layers.store.transfer import PIECE, put_stream, read_blob, read_pieces
 
@@ -185,7 +185,7 @@ class _Checker:
         chunks = None
         if layer.chunks and layer.chunks.digest in whole:
             chunks = self._try(layer.chunks.digest, owner, lambda: load_chunks(self._store, layer, segments))
-        index = _ChunkIndex(segments, chunks)
+        index = _ChunkIndex(self._store.url, layer, segments, chunks)
         with ThreadPoolExecutor(max(1, min(self._store.capabilities.connections, len(layer.segments)))) as pool:
             waiting = [
                 pool.submit(self._blob, item, owner, np.flatnonzero(segments["blob"] == number).tolist(), index)
@@ -220,10 +220,12 @@ class _Checker:
         """The bytes of a blob in order: a segment's frame with its record, or what is between them."""
         at = 0
         for record in records:
-            offset, stored = index.place(record) if index else (0, 0)
-            yield from self._gap(item.digest, at, offset)
-            yield self._store.read(item.digest, offset, stored), record
-            at = offset + stored
+            assert index is not None  # there are no records without
+            segment = index.segment(record)
+            segment.check()
+            yield from self._gap(item.digest, at, segment.offset)
+            yield self._store.read(item.digest, segment.offset, segment.stored), record
+            at = segment.offset + segment.stored
         yield from self._gap(item.digest, at, item.size)
 
     def _gap(self, digest: Digest, at: int, end: int) -> Iterator[tuple[bytes, None]]:
@@ -250,24 +252,23 @@ class _Checker:
 class _ChunkIndex:
     """The segments of a layer, and which chunks lie in each."""
 
-    def __init__(self, segments: Table, chunks: Table | None) -> None:
-        self._segments = segments
+    def __init__(self, store: str, layer: Layer, segments: Table, chunks: Table | None) -> None:
+        self._of_record = functools.partial(Segment.of_record, store, layer, segments)
         self._chunks = np.zeros(0, CHUNK) if chunks is None else chunks[np.argsort(chunks["segment"], kind="stable")]
         self._first = np.searchsorted(self._chunks["segment"], np.arange(len(segments) + 1))
 
-    def place(self, record: int) -> tuple[int, int]:
-        """(offset, stored bytes) of a segment's frame in its blob."""
-        return int(self._segments["offset"][record]), int(self._segments["stored"][record])
+    def segment(self, record: int) -> Segment:
+        """What a segment is, and where its frame lies."""
+        return self._of_record(record)
 
     def check(self, record: int, frame: bytes) -> str | None:
         """What is wrong with a segment."""
-        offset, _ = self.place(record)
+        segment = self.segment(record)
+        offset = segment.offset
         try:
-            data = memoryview(decompress(frame, int(self._segments["size"][record])))
+            data = memoryview(segment.decode(frame))
         except ImageError as error:
-            return f"segment at {offset}: {error.message}"
-        if content_digest(data) != self._segments["digest"][record].tobytes():
-            return f"the segment at {offset} does not match its digest"
+            return f"the segment at {offset}: {error.message}"
         for row in self._chunks[self._first[record] : self._first[record + 1]]:
             start, size = int(row["block"]) * BLOCK, int(row["size"])
             if content_digest(data[start : start + size]) != row["digest"].tobytes():

@@ -9,14 +9,13 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from functools import cached_property
 
-from dsec_layers.digest import Digest, content_digest
+from dsec_layers.digest import Buffer, Digest
 from dsec_layers.erofs.reader import Image
 from dsec_layers.erofs.tree import BLOCK, HOLE, Inode, Tree
 from dsec_layers.errors import CorruptError, InputError
-from dsec_layers.layers.frames import decompress
 from dsec_layers.layers.manifest import Layer
-from dsec_layers.layers.tables import Table
 from dsec_layers.registry.objects import load_layer, load_metadata
+from dsec_layers.segment import Segment, read_segment
 from dsec_layers.store.base import Store
 
 __all__ = ["LayerContent", "open_layer"]
@@ -36,19 +35,23 @@ class LayerContent:
         self.digest = digest
         self.layer = layer
         self.image, self.table = load_metadata(store, layer)
-        self._segments: OrderedDict[int, bytes] = OrderedDict()
+        self._segments: OrderedDict[int, Buffer] = OrderedDict()
 
     @cached_property
     def tree(self) -> Tree:
         """The layer's own tree, whiteouts and all."""
         return Image(self.image).tree()
 
-    def segment(self, index: int) -> bytes:
+    def place(self, index: int) -> Segment:
+        """What segment ``index`` of the segment table is, and where."""
+        return Segment.of_record(self.store.url, self.layer, self.table, index)
+
+    def segment(self, index: int) -> Buffer:
         """The verified bytes of segment ``index`` of the segment table. Raises CorruptError."""
         if index in self._segments:
             self._segments.move_to_end(index)
             return self._segments[index]
-        data = read_segment(self.store, self.layer, self.table, index)
+        data = read_segment(self.store, self.place(index))
         self._segments[index] = data
         if len(self._segments) > _KEEP_SEGMENTS:
             self._segments.popitem(last=False)
@@ -96,20 +99,6 @@ class LayerContent:
             yield data
         if hole:
             yield hole
-
-
-def read_segment(store: Store, layer: Layer, table: Table, index: int) -> bytes:
-    """Fetch one segment and verify it against its digest. Raises CorruptError naming blob and segment."""
-    record = table[index]
-    blob = layer.segments[int(record["blob"])]
-    frame = store.read(blob.digest, int(record["offset"]), int(record["stored"]))
-    try:
-        data = decompress(frame, int(record["size"]))
-    except InputError as error:
-        raise CorruptError(f"segment {index} in blob {blob.digest}: {error.message}") from error
-    if content_digest(data) != record["digest"].tobytes():
-        raise CorruptError(f"segment {index} in blob {blob.digest} does not match its digest")
-    return data
 
 
 def open_layer(store: Store, digest: Digest) -> LayerContent:

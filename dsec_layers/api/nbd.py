@@ -7,12 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsec_layers.api.content import LayerContent
 from dsec_layers.api.disks import opened, pieces
 from dsec_layers.api.export import flat_image
 from dsec_layers.api.session import Session
 from dsec_layers.cache.flat import PieceOpener
-from dsec_layers.cache.piece import Piece
 from dsec_layers.disks.attach import export_of
 from dsec_layers.disks.flat import FlatSource
 from dsec_layers.disks.source import MINIMUM_BLOCK, ReadOnlySource
@@ -87,10 +85,4 @@ def flat_source(session: Session, text: str, opener: PieceOpener) -> FlatSource:
     """The flat EROFS image of a layer or environment, read lazily. Close it."""
     image, segments = flat_image(session, text)
     session.cache.mkdir(parents=True, exist_ok=True)
-    return FlatSource(image, [_piece(session, *segment) for segment in segments], opener, session.cache)
-
-
-def _piece(session: Session, layer: LayerContent, index: int) -> Piece:
-    record = layer.table[index]
-    blob = layer.layer.segments[int(record["blob"])].digest
-    return Piece(record["digest"].tobytes(), int(record["size"]), session.store.url, blob, int(record["offset"]), int(record["stored"]))
+    return FlatSource(image, [owner.place(index) for owner, index in segments], opener, session.cache)

@@ -75,15 +75,7 @@ class LayerFiles:
 
     def piece(self, number: int) -> Piece:
         """Segment ``number`` (from 0) as something to fetch."""
-        record = self.table[number]
-        return Piece(
-            self.digests[number],
-            int(record["size"]),
-            self.store,
-            self.layer.segments[int(record["blob"])].digest,
-            int(record["offset"]),
-            int(record["stored"]),
-        )
+        return Piece.of_record(self.store, self.layer, self.table, number)
 
 
 def layer_files(directory: CacheView, url: str, digest: Digest, opener: Opener, limits: Limits) -> LayerFiles:

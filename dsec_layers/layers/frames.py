@@ -14,7 +14,17 @@ import zstandard
 from dsec_layers.digest import Buffer
 from dsec_layers.errors import ImageError
 
-__all__ = ["SeekTable", "compress", "decompress", "frame_length", "join_metadata", "skippable", "split_metadata", "unpack"]
+__all__ = [
+    "SeekTable",
+    "compress",
+    "decompress",
+    "decompress_into",
+    "frame_length",
+    "join_metadata",
+    "skippable",
+    "split_metadata",
+    "unpack",
+]
 
 SKIPPABLE: Final = 0x184D2A50
 SEEK_SKIPPABLE: Final = 0x184D2A5E
@@ -42,6 +52,20 @@ def decompress(frame: Buffer, size: int) -> bytes:
     if len(data) != size:
         raise ImageError(f"zstd frame holds {len(data)} bytes, not {size}")
     return data
+
+
+def decompress_into(frame: Buffer, target: memoryview) -> None:
+    """As ``decompress``, into memory that is there already: one frame whose content fills ``target``. Raises ImageError."""
+    try:
+        if zstandard.frame_content_size(frame) != len(target):
+            raise ImageError(f"zstd frame does not hold the {len(target)} bytes it should")
+        # The whole frame and room for all its content at hand, the library decompresses in one go.
+        if zstandard.ZstdDecompressor().stream_reader(frame, read_size=len(frame)).readinto(target) != len(target):
+            raise ImageError("zstd frame ends early")
+    except zstandard.ZstdError as error:
+        raise ImageError(f"bad zstd frame: {error}") from error
+    if frame_length(frame) != len(frame):
+        raise ImageError("bad zstd frame: more follows it")
 
 
 def skippable(data: Buffer, magic: int = SKIPPABLE) -> bytes:

@@ -139,7 +139,7 @@ def test_tables_that_lie_are_found(store: MemoryStore, sample: Sample) -> None:
     segments["digest"][1] = b"\1" * 32
     metadata = put_blob(store, d.METADATA, join_metadata(image, pack_segments(segments)))
     report = verify(store, rebuilt(store, sample, metadata=metadata), deep=True)
-    assert [finding.detail for finding in report.findings] == [f"the segment at {segments['offset'][1]} does not match its digest"]
+    assert [finding.detail for finding in report.findings] == [f"the segment at {segments['offset'][1]}: the bytes do not match the digest"]
     chunks = sample.chunks.copy()
     chunks["digest"][2] = b"\2" * 32
     table = put_blob(store, d.CHUNKS, compress(pack_chunks(chunks)))

@@ -1,0 +1,100 @@
+"""A segment: what it is, where its frame lies in which store, and the one way from that frame to verified bytes.
+
+Mounts, FUSE, NBD, disks, export, verification and packing all read segments here. Disks use it for their pieces as well, which lie in a blob as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal, Self, TypeAlias
+
+from dsec_layers.digest import Buffer, Digest, content_digest
+from dsec_layers.errors import CorruptError, ImageError
+from dsec_layers.layers.frames import decompress, decompress_into
+from dsec_layers.layers.manifest import Layer
+from dsec_layers.layers.tables import MAX_SEGMENT, Table
+from dsec_layers.store.base import Store
+
+__all__ = ["Codec", "Segment", "read_segment"]
+
+Codec: TypeAlias = Literal["zstd", "raw"]
+
+_MAX_STORED: Final = MAX_SEGMENT + (MAX_SEGMENT >> 7)
+"""Bytes of the longest frame: more than any compressor makes of the largest segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """``size`` bytes whose BLAKE3 digest is ``digest``, stored as ``stored`` bytes at ``offset`` of ``blob`` in the store at URL ``store``.
+
+    ``codec``: ``zstd`` (one frame with its content size) or ``raw`` (the bytes themselves).
+    """
+
+    digest: bytes
+    size: int
+    store: str
+    blob: Digest
+    offset: int
+    stored: int
+    codec: Codec = "zstd"
+
+    @classmethod
+    def of_record(cls, store: str, layer: Layer, table: Table, number: int) -> Self:
+        """Segment ``number`` (from 0) of a layer whose segment table is ``table``, in the store at URL ``store``."""
+        record = table[number]
+        return cls(
+            record["digest"].tobytes(),
+            int(record["size"]),
+            store,
+            layer.segments[int(record["blob"])].digest,
+            int(record["offset"]),
+            int(record["stored"]),
+        )
+
+    @property
+    def name(self) -> str:
+        """The file name in the cache: the digest in hex."""
+        return self.digest.hex()
+
+    def __str__(self) -> str:
+        return f"segment {self.name[:12]} ({self.stored} bytes at {self.offset} of {self.blob} in {self.store})"
+
+    def check(self) -> None:
+        """ImageError unless its sizes are such as a segment can have: nothing is allocated or read for one that has others."""
+        if not 0 < self.size <= MAX_SEGMENT or not 0 < self.stored <= _MAX_STORED or self.offset < 0:
+            raise ImageError(f"no segment has {self.size} bytes, stored as {self.stored} at {self.offset}")
+
+    def decode(self, frame: Buffer, buffer: memoryview | None = None) -> Buffer:
+        """The verified bytes of the segment whose frame this is: length, one whole frame, BLAKE3. ImageError saying what is wrong.
+
+        ``buffer``: where to decompress to, at least ``size`` bytes; the result may then be a part of it.
+        """
+        self.check()
+        if len(frame) != self.stored:
+            raise ImageError(f"the store gave {len(frame)} bytes")
+        data = frame
+        if self.codec == "zstd" and buffer is None:
+            data = decompress(frame, self.size)
+        elif self.codec == "zstd" and buffer is not None:
+            data = buffer[: self.size]
+            decompress_into(frame, data)
+        if len(data) != self.size or content_digest(data) != self.digest:
+            raise ImageError("the bytes do not match the digest")
+        return data
+
+
+def read_segment(store: Store, segment: Segment, buffer: memoryview | None = None) -> Buffer:
+    """The segment's bytes, verified. CorruptError naming blob and segment if they are not what they must be; the store is told to suspect the blob.
+
+    ``buffer``: see ``Segment.decode``. One attempt; the errors of the store pass through.
+    """
+    try:
+        segment.check()
+    except ImageError as error:
+        raise CorruptError(f"{segment}: {error.message}") from error
+    frame = store.read(segment.blob, segment.offset, segment.stored)
+    try:
+        return segment.decode(frame, buffer)
+    except ImageError as error:
+        store.suspect(segment.blob)
+        raise CorruptError(f"{segment}: {error.message}") from error
