@@ -11,9 +11,10 @@ from typing import Any, Final
 from dsec_layers.builders.merge import merge_layers
 from dsec_layers.builders.sink import ContentSink
 from dsec_layers.builders.sources.base import ImageConfig
-from dsec_layers.builders.sources.inputs import Held, Opened, Where, opened, tar_reader
+from dsec_layers.builders.sources.inputs import Opened, Where, opened, tar_reader
 from dsec_layers.builders.sources.names import Limits, Overrides, apply_overrides, shown
 from dsec_layers.builders.sources.tar import TarReader
+from dsec_layers.descriptors import OpenFile
 from dsec_layers.erofs.tree import Tree
 from dsec_layers.errors import InputError
 from dsec_layers.progress import SILENT, Progress, Task
@@ -52,7 +53,7 @@ class TarSource:
     def describe(self) -> dict[str, Any]:
         """Kind, name and, for a file, size, time and inode."""
         about = {"kind": self.kind, "name": self._name}
-        if isinstance(self._where, Path | Held):
+        if isinstance(self._where, Path | OpenFile):
             about["stat"] = file_stat(self._where)
         return about
 
@@ -82,10 +83,10 @@ def warn_of_oddities(progress: Progress, name: str, dropped: set[bytes], whiteou
         progress.warning(f"{name}: attributes that no layer can carry were left out: {listed}")
 
 
-def file_stat(file: Path | Held) -> str:
+def file_stat(file: Path | OpenFile) -> str:
     """Size, times and inode of a file in one string that changes when the file does, as far as stat(2) tells. Raises InputError."""
     try:
-        info = os.fstat(file.fd) if isinstance(file, Held) else file.stat()
+        info = os.fstat(file.fd) if isinstance(file, OpenFile) else file.stat()
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror}") from error
     return f"{info.st_size}:{info.st_mtime_ns}:{info.st_ctime_ns}:{info.st_dev}:{info.st_ino}"

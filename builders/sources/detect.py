@@ -17,10 +17,11 @@ from dsec_layers.builders.sources.blocks import Blocks, FileBlocks, StreamBlocks
 from dsec_layers.builders.sources.decompress import beginning, compression_of, decompressed
 from dsec_layers.builders.sources.directory import DirectorySource
 from dsec_layers.builders.sources.image import Platform
-from dsec_layers.builders.sources.inputs import Held, Prefixed, Where, open_any, opened, regular_descriptor
+from dsec_layers.builders.sources.inputs import Prefixed, Where, open_any, opened, regular_descriptor
 from dsec_layers.builders.sources.names import Limits, Overrides
 from dsec_layers.builders.sources.oci import ArchiveFiles, DirectoryFiles, load_docker, load_oci
 from dsec_layers.builders.sources.tar import TarReader
+from dsec_layers.descriptors import OpenFile
 from dsec_layers.errors import InputError, NotFound, UsageError
 from dsec_layers.fsio import map_os_error, pwrite_all
 
@@ -113,7 +114,7 @@ def _from_file(where: Where, name: str, settings: _Settings) -> Source:
 def _peek(where: Where, name: str) -> tuple[Where, bytes, bool]:
     """The input, its first bytes, and whether it is a file that can be read again; of any other the bytes are put back."""
     if isinstance(where, Path):
-        where = Held(open_any(where, name))
+        where = OpenFile(open_any(where, name))
     with opened(where, name) as source:
         first = source.blocks.block()
         while len(first) < _PEEK and (more := source.blocks.block()):
@@ -146,11 +147,11 @@ def _is_image(blocks: Blocks, *, whole: bool) -> bool:
     return bool(names & {b"index.json", b"manifest.json"}) if whole else bool(names - {b"."})
 
 
-def _spooled(where: Where, name: str, compression: str, spool: Path | None) -> Held:
+def _spooled(where: Where, name: str, compression: str, spool: Path | None) -> OpenFile:
     """The tar within an input, in a nameless temporary file."""
     try:
         fd, path = tempfile.mkstemp(prefix="dsec-spool-", dir=spool)
-        held = Held(fd)
+        held = OpenFile(fd)
         Path(path).unlink()
     except OSError as error:
         raise map_os_error(error, f"the spool file for {name}") from error

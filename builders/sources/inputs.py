@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,17 +15,10 @@ from dsec_layers.builders.sources.blocks import Blocks, FileBlocks, PipeBlocks, 
 from dsec_layers.builders.sources.decompress import compression_of, decompressed, peeked
 from dsec_layers.builders.sources.names import Limits
 from dsec_layers.builders.sources.tar import TarReader
+from dsec_layers.descriptors import OpenFile
 from dsec_layers.errors import InputError, NotFound
 
-__all__ = ["Held", "Opened", "Prefixed", "Seen", "Where", "open_any", "open_regular", "opened", "regular_descriptor", "tar_reader"]
-
-
-class Held:
-    """A descriptor that is closed when nothing refers to this any more."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        weakref.finalize(self, os.close, fd)
+__all__ = ["Opened", "Prefixed", "Seen", "Where", "open_any", "open_regular", "opened", "regular_descriptor", "tar_reader"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +29,7 @@ class Prefixed:
     rest: Where
 
 
-Where: TypeAlias = "Path | int | BinaryIO | Held | Prefixed"
+Where: TypeAlias = "Path | int | BinaryIO | OpenFile | Prefixed"
 """An input: a path, a descriptor (left open), a binary stream (left open), a descriptor held, or one of these with its first bytes put back."""
 
 
@@ -57,10 +49,10 @@ def opened(where: Where, what: str) -> Iterator[Opened]:
         with opened(where.rest, what) as source:
             yield Opened(rewound(where.first, source.blocks), None, source.interrupt)
         return
-    if not isinstance(where, Path | int | Held):
+    if not isinstance(where, Path | int | OpenFile):
         yield Opened(StreamBlocks(where, what))
         return
-    held = where if isinstance(where, Held) else Held(open_any(where, what)) if isinstance(where, Path) else None
+    held = where if isinstance(where, OpenFile) else OpenFile(open_any(where, what)) if isinstance(where, Path) else None
     fd = held.fd if held is not None else where
     assert isinstance(fd, int)
     info = os.fstat(fd)
@@ -87,7 +79,7 @@ def open_any(path: Path, what: str) -> int:
 @contextmanager
 def regular_descriptor(where: Where, what: str) -> Iterator[int]:
     """The descriptor of a regular file for the time of the context."""
-    if isinstance(where, Held):
+    if isinstance(where, OpenFile):
         yield where.fd
     elif isinstance(where, int):
         yield where

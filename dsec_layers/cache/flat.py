@@ -5,13 +5,12 @@ from __future__ import annotations
 import bisect
 import itertools
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Final, Protocol, Self
 
 from dsec_layers.cache.metadata import LayerFiles
 from dsec_layers.cache.piece import Piece
+from dsec_layers.descriptors import Descriptors
 from dsec_layers.errors import CorruptError, UsageError
 from dsec_layers.fsio import map_os_error, pread_exact
 
@@ -46,8 +45,7 @@ class FlatImage:
             raise map_os_error(error, str(files.image)) from error
         self._starts = [0, *itertools.accumulate(files.sizes, initial=image)]
         self.size: int = self._starts[-1]
-        self._lock = threading.Lock()
-        self._open: OrderedDict[int, _Descriptor] = OrderedDict()
+        self._kept = Descriptors[int](_OPEN_SEGMENTS)
 
     def pread(self, offset: int, length: int) -> bytes:
         """Exactly ``length`` bytes from ``offset``. UsageError outside the image; the fetch's errors."""
@@ -72,10 +70,7 @@ class FlatImage:
 
     def close(self) -> None:
         """Close all descriptors."""
-        with self._lock:
-            for descriptor in self._open.values():
-                descriptor.drop()
-            self._open.clear()
+        self._kept.close()
         os.close(self._image_fd)
 
     def __enter__(self) -> Self:
@@ -99,52 +94,12 @@ class FlatImage:
             part += 1
 
     def _read(self, part: int, at: int, count: int) -> bytes:
-        descriptor = None
         try:
             if part == 0:
                 return pread_exact(self._image_fd, count, at)
-            descriptor = self._segment(part - 1)
-            return pread_exact(descriptor.fd, count, at)
+            file = self._kept.take(part, lambda: self._cache.open(self._files.piece(part - 1)))
+            return pread_exact(file.fd, count, at)
         except EOFError as error:
             raise CorruptError(f"{self._files.digest}: {error}") from error
         except OSError as error:
             raise map_os_error(error, f"cached part of {self._files.digest}") from error
-        finally:
-            if descriptor is not None:
-                descriptor.drop()
-
-    def _segment(self, number: int) -> _Descriptor:
-        with self._lock:
-            descriptor = self._open.get(number)
-            if descriptor is not None:
-                self._open.move_to_end(number)
-                return descriptor.take()
-        opened = _Descriptor(self._cache.open(self._files.piece(number)))
-        with self._lock:
-            self._open[number], before = opened.take(), self._open.get(number)
-            if before is not None:
-                before.drop()
-            if len(self._open) > _OPEN_SEGMENTS:
-                self._open.popitem(last=False)[1].drop()
-        return opened
-
-
-class _Descriptor:
-    """A descriptor that is closed when its last user lets go."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._users = 1
-        self._lock = threading.Lock()
-
-    def take(self) -> Self:
-        with self._lock:
-            self._users += 1
-        return self
-
-    def drop(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users:
-                return
-        os.close(self.fd)

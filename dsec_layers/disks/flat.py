@@ -10,8 +10,9 @@ from pathlib import Path
 from dsec_layers.blocksource import check_range
 from dsec_layers.cache.flat import PieceOpener
 from dsec_layers.cache.piece import Piece
+from dsec_layers.descriptors import Descriptors, OpenFile
 from dsec_layers.digest import Buffer
-from dsec_layers.disks.pieces import HeldFd, OpenPieces, PieceSource
+from dsec_layers.disks.pieces import OPEN_PIECES, PieceSource
 from dsec_layers.fsio import map_os_error, pread_exact, pwrite_all
 
 __all__ = ["FlatSource"]
@@ -25,14 +26,14 @@ class FlatSource:
     blocking = False
 
     def __init__(self, image: Buffer, pieces: Sequence[Piece], opener: PieceOpener, spool: Path) -> None:
-        self._open = OpenPieces(opener)
-        self._rest = PieceSource(pieces, self._open)
+        self._kept = Descriptors[bytes](OPEN_PIECES)
+        self._rest = PieceSource(pieces, opener, self._kept)
         self._length = len(image)
         self.size = -(-(self._length + self._rest.size) // _SECTOR) * _SECTOR
         try:
             with tempfile.TemporaryFile(dir=spool) as stream:
                 pwrite_all(stream.fileno(), image, 0)
-                self._image = HeldFd(os.dup(stream.fileno()))
+                self._image = OpenFile(os.dup(stream.fileno()))
         except OSError as error:
             raise map_os_error(error, f"spool file in {spool}") from error
 
@@ -47,7 +48,7 @@ class FlatSource:
             parts.append(bytes(length - head - body))
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def sendable(self, offset: int, length: int) -> list[tuple[HeldFd, int, int]] | None:
+    def sendable(self, offset: int, length: int) -> list[tuple[OpenFile, int, int]] | None:
         """See fuse.nbd.Sendable."""
         head, at, body = self._split(offset, length)
         if head + body < length:
@@ -63,7 +64,7 @@ class FlatSource:
 
     def close(self) -> None:
         """Let go of the pieces."""
-        self._open.close()
+        self._kept.close()
 
     def _split(self, offset: int, length: int) -> tuple[int, int, int]:
         """(bytes of the image, where in the pieces, bytes of them) of a range."""

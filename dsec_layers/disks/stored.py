@@ -10,8 +10,9 @@ from types import TracebackType
 from typing import BinaryIO, Final, Self
 
 from dsec_layers.cache.flat import PieceOpener
+from dsec_layers.descriptors import Descriptors
 from dsec_layers.digest import Buffer, Digest, content_digest
-from dsec_layers.disks.pieces import OpenPieces, PieceSource, blob_pieces
+from dsec_layers.disks.pieces import OPEN_PIECES, PieceSource, blob_pieces
 from dsec_layers.fsio import map_os_error, pwrite_all
 from dsec_layers.layers.descriptor import Descriptor
 from dsec_layers.layers.disk import (
@@ -50,7 +51,8 @@ class StoredDisk:
     def __init__(self, store: Store, layers: Sequence[DiskLayer], opener: PieceOpener) -> None:
         cache = BlockCache(_BLOCKS)
         self.layers: list[LsmtLayer] = []
-        self._pieces = OpenPieces(opener)
+        self._opener = opener
+        self._kept = Descriptors[bytes](OPEN_PIECES)
         try:
             with ThreadPoolExecutor(min(_OPENERS, len(layers)), thread_name_prefix="open-disk") as pool:
                 self.layers += pool.map(lambda layer: open_layer(self._source(store, layer), cache=cache), layers)
@@ -60,7 +62,7 @@ class StoredDisk:
 
     def close(self) -> None:
         """Close the pieces' descriptors."""
-        self._pieces.close()
+        self._kept.close()
 
     def __enter__(self) -> Self:
         return self
@@ -71,7 +73,7 @@ class StoredDisk:
     def _source(self, store: Store, layer: DiskLayer) -> PieceSource:
         size = layer.blob.size
         digests = parse_pieces(read_blob(store, layer.pieces.digest, limit=layer.pieces.size, size=layer.pieces.size), size)
-        return PieceSource(blob_pieces(store.url, layer.blob.digest, size, digests), self._pieces)
+        return PieceSource(blob_pieces(store.url, layer.blob.digest, size, digests), self._opener, self._kept)
 
 
 def publish_layer(

@@ -24,11 +24,11 @@ from types import TracebackType
 from typing import BinaryIO, Final, Self, TypeVar
 from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 
+from dsec_layers.descriptors import Descriptors, OpenFile
 from dsec_layers.digest import Buffer, Digest, check_digest
 from dsec_layers.errors import CorruptError, NotFound, StoreError, UsageError
 from dsec_layers.fsio import fsync_directory, map_os_error, pread_exact, write_atomic
 from dsec_layers.store.base import BlobInfo, BlobWriter, Capabilities, Ref, Store, check_range
-from dsec_layers.store.descriptors import Descriptors
 from dsec_layers.store.posix_refs import PosixRefs, make_directory
 
 __all__ = ["PosixStore", "is_3fs", "open_url"]
@@ -42,6 +42,9 @@ _TRASHED: Final = re.compile(r"([0-9a-f]{64})\.([0-9]{1,19})\.([0-9]{1,19})\Z")
 _NEVER: Final = 2**63 - 1
 _T = TypeVar("_T")
 _BUFFER: Final = 1 << 20
+_OPEN_BLOBS: Final = 256
+_RECHECK: Final = 30.0
+"""Seconds after which a kept file is looked at again."""
 
 TEMPORARY_AGE: Final = 24 * 3600.0
 """Seconds after its last write when a temporary file's writer is taken for dead."""
@@ -97,7 +100,7 @@ class PosixStore:
         self._keep_removed = keep_removed if keep_removed is not None else (TRASH_AGE if shared else 0.0)
         self._blobs = self.root / "blobs" / "sha256"
         self._refs = PosixRefs(self, self.root / "refs", max(self._patience, 1.0))
-        self._descriptors = Descriptors(self._open)
+        self._descriptors = Descriptors[Digest](_OPEN_BLOBS, recheck=_RECHECK)
         self._durable: set[Path] = set()
         self._swept = False
         with self.mapped("open"):
@@ -200,8 +203,9 @@ class PosixStore:
     def open_fd(self, digest: Digest) -> int:
         """A descriptor open for reading, which the caller closes, or NotFound. Read it by offset: its position is shared."""
         check_digest(digest)
-        with self.mapped(f"open {digest}"), self._descriptors.use(digest) as fd:
-            return os.dup(fd)
+        with self.mapped(f"open {digest}"):
+            file = self._file(digest)
+            return os.dup(file.fd)
 
     def housekeep(self) -> None:
         """Remove temporary files of dead writers, settle what a killed ``delete`` left in the trash, and empty it of what is old."""
@@ -286,7 +290,10 @@ class PosixStore:
         name = check_digest(digest)[7:]
         return self._blobs / name[:2] / name
 
-    def _open(self, digest: str) -> int:
+    def _file(self, digest: Digest) -> OpenFile:
+        return self._descriptors.take(digest, lambda: self._open(digest))
+
+    def _open(self, digest: Digest) -> int:
         path = self._path(digest)
         deadline = time.monotonic() + self._patience
         while True:
@@ -298,8 +305,8 @@ class PosixStore:
             time.sleep(min(0.25, self._patience / 8))
 
     def _read(self, digest: Digest, offset: int, length: int) -> bytes:
-        with self._descriptors.use(digest) as fd:
-            return pread_exact(fd, length, offset)
+        file = self._file(digest)
+        return pread_exact(file.fd, length, offset)
 
     def _discard(self, path: Path, older_than: float | None) -> bool:
         """Rename into the trash, then settle. Whether the blob was put back."""

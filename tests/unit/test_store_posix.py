@@ -13,7 +13,6 @@ import pytest
 from dsec_layers.digest import sha256_digest
 from dsec_layers.errors import Conflict, CorruptError, NoSpace, NotFound, StoreError, UsageError
 from dsec_layers.store import posix_refs
-from dsec_layers.store.descriptors import Descriptors
 from dsec_layers.store.open import open_store, register_scheme
 from dsec_layers.store.posix import MARKER, PosixStore, is_3fs
 from dsec_layers.store.transfer import put_bytes, put_stream
@@ -337,60 +336,3 @@ def test_3fs_is_found_in_the_mount_table(tmp_path: Path) -> None:
         ("/home", False),
     ):
         assert is_3fs(Path(path), table) is expected
-
-
-# Descriptors
-
-
-def descriptors() -> int:
-    """How many this process has open."""
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
-
-
-def test_descriptors_are_kept_bounded_and_closed(tmp_path: Path) -> None:
-    for number in range(40):
-        (tmp_path / str(number)).write_text(str(number))
-    opened = []
-
-    def opener(name: str) -> int:
-        opened.append(name)
-        return os.open(tmp_path / name, os.O_RDONLY | os.O_CLOEXEC)
-
-    before = descriptors()
-    kept = Descriptors(opener, limit=8)
-
-    def work(number: int) -> None:
-        name = str(number % 40)
-        with kept.use(name) as fd:
-            assert os.pread(fd, 10, 0) == name.encode()
-        if number % 7 == 0:
-            kept.drop(name)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(2000)))
-    assert descriptors() - before <= 8
-    with kept.use("1") as fd:
-        kept.close()
-        assert os.pread(fd, 10, 0) == b"1"
-    assert descriptors() == before
-    opened.clear()
-    for _ in range(3):
-        with kept.use("2"):
-            pass
-    assert opened == ["2"]
-    kept.close()
-
-
-def test_a_kept_file_whose_name_is_gone_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "x"
-    path.write_text("old")
-    kept = Descriptors(lambda _: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-    with kept.use("x") as fd:
-        assert os.pread(fd, 10, 0) == b"old"
-    path.unlink()
-    path.write_text("new")
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + 31)
-    with kept.use("x") as fd:
-        assert os.pread(fd, 10, 0) == b"new"
-    kept.close()
