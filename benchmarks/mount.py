@@ -235,7 +235,7 @@ class Bench:
             fetcher = Fetcher(lambda _: self.store)
             files = layer_files(directory, self.store.url, self.digest, lambda _: self.store, Limits())
             if not self.flat.exists():
-                with FlatImage(files, SegmentCache(directory, fetcher)) as image, open(self.flat, "wb") as stream:
+                with FlatImage.of_layer(files, SegmentCache(directory, fetcher)) as image, open(self.flat, "wb") as stream:
                     stream.writelines(image.pread(offset, min(MIB, image.size - offset)) for offset in range(0, image.size, MIB))
                 shutil.rmtree(directory.present)
             fetcher.close()

@@ -120,7 +120,7 @@ class FlatFiles(mfusepy.Operations):  # type: ignore[misc]
         files = local_layer_files(self._view, store, digest) if store else None
         if files is None:
             raise mfusepy.FuseOSError(errno.ENOENT)
-        opened = FlatImage(files, self._host)
+        opened = FlatImage.of_layer(files, self._host)
         with self._lock:
             image = self._images.setdefault(found[1], opened)
         if image is not opened:

@@ -10,9 +10,8 @@ from pathlib import Path
 from dsec_layers.api.disks import opened, pieces
 from dsec_layers.api.export import flat_image
 from dsec_layers.api.session import Session
-from dsec_layers.cache.flat import PieceOpener
+from dsec_layers.cache.flat import FlatImage, PieceOpener
 from dsec_layers.disks.attach import export_of
-from dsec_layers.disks.flat import FlatSource
 from dsec_layers.disks.source import MINIMUM_BLOCK, ReadOnlySource
 from dsec_layers.disks.state import STATE
 from dsec_layers.disks.stored import StoredDisk
@@ -81,8 +80,8 @@ def run(session: Session, text: str, command: Sequence[str], *, read_only: bool 
         return run_captive([made], command, env=environ, progress=session.progress)
 
 
-def flat_source(session: Session, text: str, opener: PieceOpener) -> FlatSource:
+def flat_source(session: Session, text: str, opener: PieceOpener) -> FlatImage:
     """The flat EROFS image of a layer or environment, read lazily. Close it."""
     image, segments = flat_image(session, text)
     session.cache.mkdir(parents=True, exist_ok=True)
-    return FlatSource(image, [owner.place(index) for owner, index in segments], opener, session.cache)
+    return FlatImage.spooled(image, [owner.place(index) for owner, index in segments], opener, session.cache)

@@ -77,6 +77,10 @@ class LayerFiles:
         """Segment ``number`` (from 0) as something to fetch."""
         return Piece.of_record(self.store, self.layer, self.table, number)
 
+    def pieces(self) -> list[Piece]:
+        """All segments as something to fetch, in order."""
+        return [self.piece(number) for number in range(len(self.table))]
+
 
 def layer_files(directory: CacheView, url: str, digest: Digest, opener: Opener, limits: Limits) -> LayerFiles:
     """A layer's files, fetched and verified first as far as they are not here; retried within the limits' deadline.

@@ -48,10 +48,6 @@ class HostPieces:
             finally:
                 self._idle.append(host)
 
-    def open_present(self, piece: Piece) -> int | None:
-        """See PieceOpener: only the daemon can say."""
-        return None
-
     def close(self) -> None:
         """Close the connections."""
         for host in self._idle:

@@ -9,10 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Final, Self
 
-from dsec_layers.cache.flat import PieceOpener
+from dsec_layers.cache.flat import OPEN_PIECES, PieceOpener, PieceSource
+from dsec_layers.cache.piece import Piece
 from dsec_layers.descriptors import Descriptors
 from dsec_layers.digest import Buffer, Digest, content_digest
-from dsec_layers.disks.pieces import OPEN_PIECES, PieceSource, blob_pieces
 from dsec_layers.fsio import map_os_error, pwrite_all
 from dsec_layers.layers.descriptor import Descriptor
 from dsec_layers.layers.disk import (
@@ -73,7 +73,17 @@ class StoredDisk:
     def _source(self, store: Store, layer: DiskLayer) -> PieceSource:
         size = layer.blob.size
         digests = parse_pieces(read_blob(store, layer.pieces.digest, limit=layer.pieces.size, size=layer.pieces.size), size)
-        return PieceSource(blob_pieces(store.url, layer.blob.digest, size, digests), self._opener, self._kept)
+        return PieceSource(_pieces(store.url, layer.blob.digest, size, digests), self._opener, self._kept)
+
+
+def _pieces(store: str, blob: Digest, size: int, digests: Sequence[bytes]) -> list[Piece]:
+    """The pieces of 256 KiB that make up a blob of ``size`` bytes; ``digests`` are theirs."""
+    pieces = []
+    for number, digest in enumerate(digests):
+        offset = number * PIECE_SIZE
+        count = min(PIECE_SIZE, size - offset)
+        pieces.append(Piece(digest, count, store, blob, offset, count, "raw"))
+    return pieces
 
 
 def publish_layer(

@@ -50,7 +50,7 @@ def test_it_is_metadata_and_then_the_segments(tmp_path: Path, made: Made) -> Non
     with open_cache(tmp_path, made.store) as cache:
         files = made.files(cache)
         wanted = made.flat(files)
-        with FlatImage(files, cache) as image:
+        with FlatImage.of_layer(files, cache) as image:
             assert image.size == len(wanted)
             assert image.pread(0, image.size) == wanted
             assert image.pread(image.size, 0) == b""
@@ -64,52 +64,54 @@ def test_any_range(tmp_path_factory: pytest.TempPathFactory, made: Made, data: s
     with open_cache(tmp_path_factory.mktemp("cache"), made.store) as cache:
         files = made.files(cache)
         wanted = made.flat(files)
-        with FlatImage(files, cache) as image:
+        with FlatImage.of_layer(files, cache) as image:
             for _ in range(8):
                 offset = data.draw(st.integers(0, len(wanted)))
                 length = data.draw(st.integers(0, min(len(wanted) - offset, 300_000)))
                 assert image.pread(offset, length) == wanted[offset : offset + length]
-                sent = b""
-                for fd, at, count in image.sendable(offset, length):
-                    sent += os.pread(fd, count, at)
-                    os.close(fd)
-                assert sent == wanted[offset : offset + length], "all of it is present now"
+                parts = image.sendable(offset, length)
+                assert parts is not None
+                assert b"".join(os.pread(file.fd, count, at) for file, at, count in parts) == wanted[offset : offset + length], (
+                    "all of it is present now"
+                )
 
 
 def test_what_leaves_the_image_is_refused(tmp_path: Path, made: Made) -> None:
-    with open_cache(tmp_path, made.store) as cache, FlatImage(made.files(cache), cache) as image:
+    with open_cache(tmp_path, made.store) as cache, FlatImage.of_layer(made.files(cache), cache) as image:
         for offset, length in ((-1, 1), (0, -1), (0, image.size + 1), (image.size, 1)):
             with pytest.raises(UsageError):
                 image.pread(offset, length)
 
 
-def test_sendable_stops_at_the_first_absent_segment(tmp_path: Path, made: Made) -> None:
+def test_sendable_is_all_of_a_range_or_nothing(tmp_path: Path, made: Made) -> None:
     with open_cache(tmp_path, made.store) as cache:
         files = made.files(cache)
-        with FlatImage(files, cache) as image:
+        with FlatImage.of_layer(files, cache) as image:
             metadata = files.image.stat().st_size
-            parts = image.sendable(10, image.size - 10)
-            assert [(at, count) for _, at, count in parts] == [(10, metadata - 10)]
+            assert [(at, count) for _, at, count in image.sendable(10, 20) or []] == [(10, 20)]
+            assert image.sendable(10, metadata) is None, "the first segment is absent"
             image.pread(metadata, 1)
-            more = image.sendable(10, image.size - 10)
-            assert sum(count for _, _, count in more) == metadata - 10 + files.sizes[0]
-            for fd, _, _ in parts + more:
-                os.close(fd)
+            parts = image.sendable(10, metadata) or []
+            assert [(at, count) for _, at, count in parts] == [(10, metadata - 10), (0, 10)]
+            assert image.sendable(10, image.size - 10) is None, "the second one still is"
 
 
-def test_many_threads_and_few_descriptors(tmp_path: Path, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsec_layers.cache.flat._OPEN_SEGMENTS", 1)
+def test_many_threads_and_few_descriptors(tmp_path: Path, made: Made) -> None:
     with open_cache(tmp_path, made.store) as cache:
         files = made.files(cache)
         wanted = made.flat(files)
         before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-        with FlatImage(files, cache) as image:
 
-            def read(number: int) -> None:
-                for at in range(number * 1000, image.size - 5000, 50_000):
-                    assert image.pread(at, 5000) == wanted[at : at + 5000]
+        def read_all() -> None:
+            with FlatImage.of_layer(files, cache, keep=1) as image:
 
-            assert in_threads(8, read) == []
+                def read(number: int) -> None:
+                    for at in range(number * 1000, image.size - 5000, 50_000):
+                        assert image.pread(at, 5000) == wanted[at : at + 5000]
+
+                assert in_threads(8, read) == []
+
+        read_all()
         assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
@@ -118,7 +120,7 @@ def test_d1_an_error_of_the_store_is_an_error_and_the_next_read_is_right(tmp_pat
     with open_cache(tmp_path, made.store) as cache:
         files = made.files(cache)
         wanted = made.flat(files)
-        with FlatImage(files, cache) as image:
+        with FlatImage.of_layer(files, cache) as image:
             made.store.add(Fault("read", change=lambda raw: bytes(len(raw))))
             with pytest.raises(CorruptError):
                 image.pread(image.size - 10, 10)

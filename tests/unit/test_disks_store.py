@@ -18,12 +18,11 @@ from dsec_layers.api.environment import verify as verify_refs
 from dsec_layers.api.look import inspect, ls
 from dsec_layers.api.session import Session
 from dsec_layers.cache.fetch import Limits
+from dsec_layers.cache.flat import FlatImage, PieceSource
 from dsec_layers.cache.piece import Piece
 from dsec_layers.descriptors import Descriptors
 from dsec_layers.digest import content_digest
-from dsec_layers.disks.flat import FlatSource
 from dsec_layers.disks.opener import private_pieces
-from dsec_layers.disks.pieces import PieceSource
 from dsec_layers.disks.state import Parent, read_state
 from dsec_layers.errors import Conflict, CorruptError, DsecError, ImageError, StoreError, UsageError
 from dsec_layers.layers.disk import DISK, PIECE_SIZE, DiskConfig, DiskImage, pack_pieces, parse_pieces
@@ -324,7 +323,7 @@ def test_piece_sources_read_like_their_bytes(tmp_path: Path) -> None:
     image = noise(2, 5000)
     with private_pieces(tmp_path / "cache", lambda url: store) as opener:
         kept = Descriptors[bytes](2)
-        source, flat = PieceSource(pieces, opener, kept), FlatSource(image, pieces, opener, tmp_path)
+        source, flat = PieceSource(pieces, opener, kept), FlatImage.spooled(image, pieces, opener, tmp_path)
         assert flat.size % 512 == 0
         whole = (image + data).ljust(flat.size, b"\0")
         random = np.random.default_rng(1)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dsec_layers.cache.flat import FlatImage
 from dsec_layers.cache.piece import Piece
-from dsec_layers.disks.flat import FlatSource
 from dsec_layers.fuse.nbd import Export, Server
 from tests.nbd_client import Client
 
@@ -31,19 +31,11 @@ class Cache:
 
     def open(self, piece: Piece) -> int:
         """See PieceOpener."""
-        fd = self.open_present(piece)
-        if fd is None:
+        path = self.folder / piece.name
+        if not path.exists():
             self.fetched.append(piece.offset)
-            (self.folder / piece.name).write_bytes(self.content(piece.offset))
-            fd = os.open(self.folder / piece.name, os.O_RDONLY)
-        return fd
-
-    def open_present(self, piece: Piece) -> int | None:
-        """See PieceOpener."""
-        try:
-            return os.open(self.folder / piece.name, os.O_RDONLY)
-        except FileNotFoundError:
-            return None
+            path.write_bytes(self.content(piece.offset))
+        return os.open(path, os.O_RDONLY)
 
 
 def open_files(folder: Path) -> list[str]:
@@ -63,7 +55,7 @@ def test_a_flat_image_is_served(tmp_path: Path, structured: bool) -> None:
     metadata = random.Random(0).randbytes(50_000 // 4096 * 4096)
     pieces = [Piece(number.to_bytes(32, "big"), SIZES[number], "", "", number, SIZES[number]) for number in range(SEGMENTS)]
     whole = metadata + b"".join(cache.content(number) for number in range(SEGMENTS))
-    source = FlatSource(metadata, pieces, cache, tmp_path)
+    source = FlatImage.spooled(metadata, pieces, cache, tmp_path)
     with Server([Export(source)], unix=tmp_path / "s") as server, Client(server.address) as client:
         client.greet()
         client.go(structured=structured)
