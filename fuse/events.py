@@ -12,11 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from dsec_layers.cache.piece import Piece
 from dsec_layers.cache.segments import SegmentCache, errno_of
 from dsec_layers.errors import DsecError
 from dsec_layers.fuse.keeper import Hand
 from dsec_layers.linux.fanotify import answer, parse_events
+from dsec_layers.segment import Segment
 
 __all__ = ["EventServer"]
 
@@ -34,7 +34,7 @@ class EventServer:
     """
 
     def __init__(
-        self, group: int, hand: Hand, cache: SegmentCache, find: Callable[[bytes], Sequence[Piece]], *, descriptors: int = 65_536
+        self, group: int, hand: Hand, cache: SegmentCache, find: Callable[[bytes], Sequence[Segment]], *, descriptors: int = 65_536
     ) -> None:
         self._group = group
         self._hand = hand

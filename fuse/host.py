@@ -20,7 +20,6 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from dsec_layers.cache.directory import CacheView, lock
-from dsec_layers.cache.piece import Piece
 from dsec_layers.cache.segments import open_present
 from dsec_layers.digest import Digest
 from dsec_layers.errors import Conflict, DsecError, HostError, NoSpace, NotFound, StoreError, UsageError
@@ -29,6 +28,7 @@ from dsec_layers.fuse.options import LOG, QUIET
 from dsec_layers.fuse.records import Holder
 from dsec_layers.linux.process import mount_namespace, start_time
 from dsec_layers.proc import inherited_environment, run
+from dsec_layers.segment import Segment
 from dsec_layers.store.base import Store
 
 __all__ = ["CacheReport", "Cleared", "Holder", "Host", "Lease", "Mounted", "MountedLayer", "open_host"]
@@ -213,7 +213,7 @@ class Host:
         self.close()
         self._await_end()
 
-    def open(self, piece: Piece) -> int:
+    def open(self, piece: Segment) -> int:
         """A read-only descriptor of a complete segment, which the daemon fetches first if need be; the caller closes it."""
         present = self.open_present(piece)
         if present is not None:
@@ -225,7 +225,7 @@ class Host:
             raise HostError("the daemon sent no descriptor")
         return fds[0]
 
-    def open_present(self, piece: Piece) -> int | None:
+    def open_present(self, piece: Segment) -> int | None:
         """As ``open``, but None if the segment is absent or suspect. Does not ask the daemon."""
         return open_present(self._view, piece)
 

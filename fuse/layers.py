@@ -16,7 +16,6 @@ from typing import Final, Protocol
 
 from dsec_layers.cache.directory import CacheDirectory
 from dsec_layers.cache.metadata import LayerFiles, files_of, layer_files, local_layer_files
-from dsec_layers.cache.piece import Piece
 from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.digest import Digest
 from dsec_layers.errors import Conflict, DsecError, HostError, NotFound
@@ -24,6 +23,7 @@ from dsec_layers.fsio import map_os_error
 from dsec_layers.fuse.records import LayerUse, Records
 from dsec_layers.linux.mount import umount
 from dsec_layers.linux.mountinfo import read_mounts
+from dsec_layers.segment import Segment
 from dsec_layers.store.base import Store
 from dsec_layers.store.open import open_store
 
@@ -134,7 +134,7 @@ class LayerMounts:
             with layer.lock:
                 self._leave(layer)
 
-    def find(self, digest: bytes) -> Sequence[Piece]:
+    def find(self, digest: bytes) -> Sequence[Segment]:
         """Where a segment can be had, by the layers known here."""
         found = self._find(digest)
         if not found:
@@ -232,8 +232,8 @@ class LayerMounts:
             if not layer.users:
                 self._layers.pop((layer.use.digest, layer.use.driver), None)
 
-    def _find(self, digest: bytes) -> list[Piece]:
-        found: dict[tuple[str, str, int], Piece] = {}
+    def _find(self, digest: bytes) -> list[Segment]:
+        found: dict[tuple[str, str, int], Segment] = {}
         for files in list(self._files.values()):
             number = files.index.get(digest)
             if number is not None:

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Final
 
-from dsec_layers.cache.piece import Piece
 from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.errors import Conflict, DsecError, UsageError
 from dsec_layers.fuse.control import VERSION, Message, error_message, peer_uid, receive, send
@@ -22,6 +21,7 @@ from dsec_layers.fuse.layers import LayerMounts
 from dsec_layers.fuse.manager import Manager
 from dsec_layers.fuse.records import Holder
 from dsec_layers.linux.process import mount_namespace
+from dsec_layers.segment import Segment
 
 __all__ = ["Service"]
 
@@ -204,7 +204,7 @@ class Service:
     def _open(self, channel: socket.socket, message: Message) -> None:
         """The only request that is answered with a descriptor: a complete segment."""
         value = dict(message["piece"])
-        piece = Piece(bytes.fromhex(value.pop("digest")), **value)
+        piece = Segment(bytes.fromhex(value.pop("digest")), **value)
         fd = self._cache.open(piece)
         try:
             with suppress(BrokenPipeError):

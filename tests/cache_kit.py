@@ -15,7 +15,6 @@ import pytest
 
 from dsec_layers.cache.directory import CacheDirectory
 from dsec_layers.cache.fetch import Fetcher, Limits
-from dsec_layers.cache.piece import Piece
 from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.digest import content_digest
 from dsec_layers.errors import DsecError
@@ -24,17 +23,18 @@ from dsec_layers.layers.frames import compress
 from dsec_layers.linux.mount import umount
 from dsec_layers.linux.mountinfo import read_mounts
 from dsec_layers.linux.process import start_time
+from dsec_layers.segment import Segment
 from dsec_layers.store.base import Store
 from dsec_layers.store.transfer import put_bytes
 
 QUICK = Limits(fetches=4, deadline=20.0, pause=0.01, longest_pause=0.05)
 
 
-def put_piece(store: Store, data: bytes, *, raw: bool = False) -> Piece:
+def put_piece(store: Store, data: bytes, *, raw: bool = False) -> Segment:
     """A blob that holds just one piece, between bytes that are none of it."""
     stored = data if raw else compress(data)
     info = put_bytes(store, b"before" + stored + b"after")
-    return Piece(content_digest(data), len(data), store.url, info.digest, 6, len(stored), "raw" if raw else "zstd")
+    return Segment(content_digest(data), len(data), store.url, info.digest, 6, len(stored), "raw" if raw else "zstd")
 
 
 @contextmanager

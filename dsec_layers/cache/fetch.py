@@ -25,10 +25,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from dsec_layers.cache.directio import aligned_buffer
-from dsec_layers.cache.piece import Piece, fetch_piece
 from dsec_layers.digest import Buffer
 from dsec_layers.errors import CorruptError, DsecError, NotFound, StoreError
 from dsec_layers.fsio import map_os_error
+from dsec_layers.segment import Segment, read_segment
 from dsec_layers.store.base import Store
 
 __all__ = ["Counters", "Fetcher", "Gate", "Job", "Limits"]
@@ -74,7 +74,7 @@ class Job:
     visible; the buffer is the thread's own and used again afterwards. ``done``: told the outcome once, in a fetcher thread or the timer's. ``end``: called once when neither of the others will be called again.
     """
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[Segment]
     settle: Callable[[], bool]
     keep: Callable[[Buffer], None]
     done: Callable[[DsecError | None], None]
@@ -170,7 +170,7 @@ class Fetcher:
         job.attempts += 1
         with self._gate.hold(piece.stored + piece.size):
             try:
-                data = fetch_piece(self._opener(piece.store), piece, aligned_buffer(piece.size))
+                data = read_segment(self._opener(piece.store), piece, aligned_buffer(piece.size))
             except (CorruptError, NotFound) as error:
                 job.bad += 1
                 self.count(bad_answers=1)

@@ -12,11 +12,11 @@ from typing import Final, Protocol, Self
 
 from dsec_layers.blocksource import FileSource, check_range
 from dsec_layers.cache.metadata import LayerFiles
-from dsec_layers.cache.piece import Piece
 from dsec_layers.descriptors import Descriptors, OpenFile
 from dsec_layers.digest import Buffer
 from dsec_layers.errors import CorruptError
 from dsec_layers.fsio import map_os_error, pread_exact, pwrite_all
+from dsec_layers.segment import Segment
 
 __all__ = ["OPEN_PIECES", "FlatImage", "PieceOpener", "PieceSource"]
 
@@ -30,14 +30,14 @@ _SECTOR: Final = 512
 class PieceOpener(Protocol):
     """What these sources need of a cache: ``SegmentCache``, or one that asks the daemon."""
 
-    def open(self, piece: Piece) -> int:
+    def open(self, piece: Segment) -> int:
         """A descriptor of the complete segment, fetched first if need be."""
 
 
 class PieceSource:
     """Pieces one behind the other, as a BlockSource. Thread-safe. ``kept``: descriptors by digest, which sources may share."""
 
-    def __init__(self, pieces: Sequence[Piece], opener: PieceOpener, kept: Descriptors[bytes]) -> None:
+    def __init__(self, pieces: Sequence[Segment], opener: PieceOpener, kept: Descriptors[bytes]) -> None:
         self._pieces = pieces
         self._opener = opener
         self._kept = kept
@@ -91,7 +91,7 @@ class FlatImage:
     blocking = False
 
     def __init__(
-        self, image: OpenFile, segments: Sequence[Piece], opener: PieceOpener, *, name: str = "metadata image", keep: int = OPEN_PIECES
+        self, image: OpenFile, segments: Sequence[Segment], opener: PieceOpener, *, name: str = "metadata image", keep: int = OPEN_PIECES
     ) -> None:
         self._file = image
         self._image = FileSource(image.fd, name=name)
@@ -109,7 +109,7 @@ class FlatImage:
         return cls(image, files.pieces(), opener, name=str(files.image), keep=keep)
 
     @classmethod
-    def spooled(cls, image: Buffer, segments: Sequence[Piece], opener: PieceOpener, spool: Path) -> Self:
+    def spooled(cls, image: Buffer, segments: Sequence[Segment], opener: PieceOpener, spool: Path) -> Self:
         """The same of a metadata image in memory, which goes to a nameless file in the directory ``spool``."""
         try:
             with tempfile.TemporaryFile(dir=spool) as stream:

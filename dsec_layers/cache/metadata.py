@@ -18,7 +18,6 @@ import numpy as np
 
 from dsec_layers.cache.directory import CacheView
 from dsec_layers.cache.fetch import Limits
-from dsec_layers.cache.piece import Piece
 from dsec_layers.digest import Buffer, Digest, sha256_digest
 from dsec_layers.errors import CorruptError, DsecError, ImageError, NotFound, StoreError
 from dsec_layers.fsio import map_os_error, publish
@@ -26,6 +25,7 @@ from dsec_layers.layers.disk import DiskImage
 from dsec_layers.layers.manifest import MAX_JSON, Environment, Layer, Object, parse_object
 from dsec_layers.layers.tables import SEGMENT, Table, pack_segments, parse_segments
 from dsec_layers.registry.objects import load_metadata
+from dsec_layers.segment import Segment
 from dsec_layers.store.base import Store
 from dsec_layers.store.transfer import read_blob, read_pieces
 
@@ -73,11 +73,11 @@ class LayerFiles:
         """Where in the table a segment is, by digest."""
         return {digest: at for at, digest in enumerate(self.digests)}
 
-    def piece(self, number: int) -> Piece:
+    def piece(self, number: int) -> Segment:
         """Segment ``number`` (from 0) as something to fetch."""
-        return Piece.of_record(self.store, self.layer, self.table, number)
+        return Segment.of_record(self.store, self.layer, self.table, number)
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[Segment]:
         """All segments as something to fetch, in order."""
         return [self.piece(number) for number in range(len(self.table))]
 

@@ -22,11 +22,11 @@ from typing import Final, TypeAlias
 from dsec_layers.cache.directio import read_whole, write_whole
 from dsec_layers.cache.directory import CacheDirectory, CacheView
 from dsec_layers.cache.fetch import Counters, Fetcher, Job
-from dsec_layers.cache.piece import Piece
 from dsec_layers.cache.stock import Stock
 from dsec_layers.digest import Buffer, content_digest
 from dsec_layers.errors import CorruptError, DsecError, NoSpace
 from dsec_layers.fsio import map_os_error, pread_exact
+from dsec_layers.segment import Segment
 
 __all__ = ["SegmentCache", "Usage", "errno_of", "open_present"]
 
@@ -49,7 +49,7 @@ class Usage:
 class _Flight:
     """``fd``: a descriptor of the file to be filled that raises no events; None to find the file by name."""
 
-    piece: Piece
+    piece: Segment
     fd: int | None
     waiters: list[Waiter] = field(default_factory=list)
 
@@ -78,7 +78,7 @@ class SegmentCache:
 
     # ---- readers in user space
 
-    def open(self, piece: Piece) -> int:
+    def open(self, piece: Segment) -> int:
         """A read-only descriptor of the complete segment, which is fetched first if it is absent; the caller closes it.
 
         Raises CorruptError, NotFound or StoreError (the fetch failed, within its deadline), NoSpace.
@@ -90,11 +90,11 @@ class SegmentCache:
             self.fetch(piece)
         raise CorruptError(f"{piece}: the cache {self.directory.root} loses it as soon as it is there")
 
-    def open_present(self, piece: Piece) -> int | None:
+    def open_present(self, piece: Segment) -> int | None:
         """As ``open``, but None if the segment is absent or suspect."""
         return open_present(self.directory, piece)
 
-    def read(self, piece: Piece, offset: int, length: int) -> bytes:
+    def read(self, piece: Segment, offset: int, length: int) -> bytes:
         """Exactly ``length`` bytes at ``offset`` of the segment, as ``open``."""
         fd = self.open(piece)
         try:
@@ -106,7 +106,7 @@ class SegmentCache:
         finally:
             os.close(fd)
 
-    def fetch(self, piece: Piece) -> None:
+    def fetch(self, piece: Segment) -> None:
         """Wait until the segment is present. Errors as ``open``."""
         outcome: list[DsecError | None] = []
         ready = threading.Event()
@@ -122,7 +122,7 @@ class SegmentCache:
 
     # ---- both
 
-    def want(self, pieces: Sequence[Piece], waiter: Waiter, fd: int | None = None) -> None:
+    def want(self, pieces: Sequence[Segment], waiter: Waiter, fd: int | None = None) -> None:
         """Have a segment fetched, and tell ``waiter`` the outcome from another thread.
 
         ``pieces``: the same segment in one or more places, best first. ``fd``: a descriptor of the file to fill, open for reading and writing, that raises no
@@ -149,7 +149,7 @@ class SegmentCache:
         """Whether this process is at work on the absent file ``name``: an event that it raises itself must be let through."""
         return name in self._own_writes
 
-    def _checked(self, pieces: Sequence[Piece], waiter: Waiter, fd: int) -> Waiter:
+    def _checked(self, pieces: Sequence[Segment], waiter: Waiter, fd: int) -> Waiter:
         """A waiter that joins a flight which may fill another file than the one it has open: then a flight of its own follows."""
 
         def check(error: DsecError | None) -> None:
@@ -199,7 +199,7 @@ class SegmentCache:
             self._fill(fd, data, flight.piece.name)
             return True
 
-    def _settle_by_name(self, piece: Piece) -> bool:
+    def _settle_by_name(self, piece: Segment) -> bool:
         for folder in (self.directory.present_fd, self.directory.absent_fd):
             try:
                 fd = os.open(piece.name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
@@ -217,7 +217,7 @@ class SegmentCache:
                 self._drop(piece.name)
         return False
 
-    def _is_right(self, fd: int, piece: Piece) -> bool:
+    def _is_right(self, fd: int, piece: Segment) -> bool:
         """Whether a file is complete; a suspect one is hashed, and stamped if it is right."""
         status = os.fstat(fd)
         if self.directory.is_trusted(status, piece.size):
@@ -449,7 +449,7 @@ class SegmentCache:
         return self.fetcher.snapshot()
 
 
-def open_present(view: CacheView, piece: Piece) -> int | None:
+def open_present(view: CacheView, piece: Segment) -> int | None:
     """A read-only descriptor of a complete segment of a cache, or None if it is absent or suspect. For any process: needs no lock."""
     try:
         fd = os.open(f"{view.present}/{piece.name}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -12,13 +12,13 @@ from typing import Final
 from dsec_layers.cache.directory import CacheDirectory
 from dsec_layers.cache.fetch import Fetcher, Limits
 from dsec_layers.cache.flat import PieceOpener
-from dsec_layers.cache.piece import Piece
 from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.errors import Conflict, HostError
 from dsec_layers.fuse.host import Host, open_host
 from dsec_layers.fuse.layers import Stores
 from dsec_layers.linux.process import set_descriptor_limit
 from dsec_layers.progress import SILENT, Progress
+from dsec_layers.segment import Segment
 from dsec_layers.store.base import Store
 
 __all__ = ["HostPieces", "open_pieces", "private_pieces"]
@@ -36,7 +36,7 @@ class HostPieces:
         self._room = threading.BoundedSemaphore(_CONNECTIONS)
         self._idle = [first]
 
-    def open(self, piece: Piece) -> int:
+    def open(self, piece: Segment) -> int:
         """See PieceOpener."""
         with self._room:
             try:

@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import BinaryIO, Final, Self
 
 from dsec_layers.cache.flat import OPEN_PIECES, PieceOpener, PieceSource
-from dsec_layers.cache.piece import Piece
 from dsec_layers.descriptors import Descriptors
 from dsec_layers.digest import Buffer, Digest, content_digest
 from dsec_layers.fsio import map_os_error, pwrite_all
@@ -33,6 +32,7 @@ from dsec_layers.overlaybd.stream import batches
 from dsec_layers.overlaybd.tarwrap import looks_like_tar
 from dsec_layers.progress import SILENT, Progress, Task
 from dsec_layers.registry.objects import put_blob
+from dsec_layers.segment import Segment
 from dsec_layers.store.base import Store
 from dsec_layers.store.transfer import put_bytes, put_stream, read_blob
 
@@ -76,13 +76,13 @@ class StoredDisk:
         return PieceSource(_pieces(store.url, layer.blob.digest, size, digests), self._opener, self._kept)
 
 
-def _pieces(store: str, blob: Digest, size: int, digests: Sequence[bytes]) -> list[Piece]:
+def _pieces(store: str, blob: Digest, size: int, digests: Sequence[bytes]) -> list[Segment]:
     """The pieces of 256 KiB that make up a blob of ``size`` bytes; ``digests`` are theirs."""
     pieces = []
     for number, digest in enumerate(digests):
         offset = number * PIECE_SIZE
         count = min(PIECE_SIZE, size - offset)
-        pieces.append(Piece(digest, count, store, blob, offset, count, "raw"))
+        pieces.append(Segment(digest, count, store, blob, offset, count, "raw"))
     return pieces
 
 

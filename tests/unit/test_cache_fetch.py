@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from dsec_layers.cache.fetch import Fetcher, Gate, Job, Limits
-from dsec_layers.cache.piece import Piece, fetch_piece
 from dsec_layers.cache.segments import errno_of
 from dsec_layers.digest import Buffer, content_digest
 from dsec_layers.errors import CorruptError, DsecError, NoSpace, NotFound, StoreError
 from dsec_layers.layers.frames import compress
+from dsec_layers.segment import Segment, read_segment
 from dsec_layers.store.base import Store
 from dsec_layers.store.faulty import Fault, FaultyStore
 from dsec_layers.store.memory import MemoryStore
@@ -27,7 +27,7 @@ MIB = 1 << 20
 class Outcome:
     """A job that keeps its data in memory."""
 
-    def __init__(self, *pieces: Piece) -> None:
+    def __init__(self, *pieces: Segment) -> None:
         self.data: bytes | None = None
         self.outcomes: list[DsecError | None] = []
         self.ends = 0
@@ -53,7 +53,7 @@ class Outcome:
         return error
 
 
-def run(store: Store, *pieces: Piece, limits: Limits = QUICK) -> Outcome:
+def run(store: Store, *pieces: Segment, limits: Limits = QUICK) -> Outcome:
     fetcher = Fetcher(lambda _: store, limits)
     outcome = Outcome(*pieces)
     try:
@@ -116,9 +116,9 @@ def test_d2_d7_a_wrong_answer_is_asked_again_and_never_kept(change: object) -> N
 def test_d2_all_zero_bytes_with_an_all_zero_digest_do_not_pass() -> None:
     store = MemoryStore()
     piece = put_piece(store, bytes(4096), raw=True)
-    hostile = Piece(bytes(32), piece.size, piece.store, piece.blob, piece.offset, piece.stored, "raw")
+    hostile = Segment(bytes(32), piece.size, piece.store, piece.blob, piece.offset, piece.stored, "raw")
     with pytest.raises(CorruptError):
-        fetch_piece(store, hostile)
+        read_segment(store, hostile)
 
 
 def test_d8_another_source_is_used_when_the_first_is_bad() -> None:
@@ -134,7 +134,7 @@ def test_d8_another_source_is_used_when_the_first_is_bad() -> None:
         put_piece(first, data)
         first.add(fault)
         fetcher = Fetcher(lambda url: first if url == "mem://a" else second, QUICK)
-        outcome = Outcome(Piece(there.digest, there.size, "mem://a", there.blob, there.offset, there.stored), there)
+        outcome = Outcome(Segment(there.digest, there.size, "mem://a", there.blob, there.offset, there.stored), there)
         fetcher.submit(outcome.job)
         assert outcome.done.wait(10)
         fetcher.close()

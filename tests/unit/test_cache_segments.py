@@ -11,10 +11,10 @@ import pytest
 
 from dsec_layers.cache import directory as directory_module
 from dsec_layers.cache.directory import CacheDirectory, stamp_of
-from dsec_layers.cache.piece import Piece
 from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.digest import Buffer
 from dsec_layers.errors import Conflict, CorruptError, DsecError, NoSpace, StoreError
+from dsec_layers.segment import Segment
 from dsec_layers.store.faulty import Fault, FaultyStore
 from dsec_layers.store.memory import MemoryStore
 from tests.cache_kit import eventually, open_cache, put_piece
@@ -28,7 +28,7 @@ def store() -> FaultyStore:
     return FaultyStore(MemoryStore())
 
 
-def wanted(cache: SegmentCache, piece: Piece, fd: int) -> DsecError | None:
+def wanted(cache: SegmentCache, piece: Segment, fd: int) -> DsecError | None:
     """Have the file behind ``fd`` filled, as for a reader in the kernel."""
     outcome: list[DsecError | None] = []
     done = threading.Event()

@@ -19,7 +19,6 @@ from dsec_layers.api.look import inspect, ls
 from dsec_layers.api.session import Session
 from dsec_layers.cache.fetch import Limits
 from dsec_layers.cache.flat import FlatImage, PieceSource
-from dsec_layers.cache.piece import Piece
 from dsec_layers.descriptors import Descriptors
 from dsec_layers.digest import content_digest
 from dsec_layers.disks.opener import private_pieces
@@ -28,6 +27,7 @@ from dsec_layers.errors import Conflict, CorruptError, DsecError, ImageError, St
 from dsec_layers.layers.disk import DISK, PIECE_SIZE, DiskConfig, DiskImage, pack_pieces, parse_pieces
 from dsec_layers.layers.manifest import parse_disk, parse_object
 from dsec_layers.registry.objects import load_disk, resolve, resolve_any
+from dsec_layers.segment import Segment
 from dsec_layers.store.faulty import Fault, FaultyStore
 from dsec_layers.store.open import open_store
 from dsec_layers.store.posix import PosixStore
@@ -318,7 +318,7 @@ def test_piece_sources_read_like_their_bytes(tmp_path: Path) -> None:
     data = noise(1, sum(sizes))
     info_, pieces, at = put_bytes(store, data), [], 0
     for size in sizes:
-        pieces.append(Piece(content_digest(data[at : at + size]), size, store.url, info_.digest, at, size, "raw"))
+        pieces.append(Segment(content_digest(data[at : at + size]), size, store.url, info_.digest, at, size, "raw"))
         at += size
     image = noise(2, 5000)
     with private_pieces(tmp_path / "cache", lambda url: store) as opener:

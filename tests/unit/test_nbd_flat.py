@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from dsec_layers.cache.flat import FlatImage
-from dsec_layers.cache.piece import Piece
 from dsec_layers.fuse.nbd import Export, Server
+from dsec_layers.segment import Segment
 from tests.nbd_client import Client
 
 SEGMENTS = 100
@@ -29,7 +29,7 @@ class Cache:
         """What segment ``number`` holds."""
         return random.Random(-number - 1).randbytes(SIZES[number])
 
-    def open(self, piece: Piece) -> int:
+    def open(self, piece: Segment) -> int:
         """See PieceOpener."""
         path = self.folder / piece.name
         if not path.exists():
@@ -53,7 +53,7 @@ def open_files(folder: Path) -> list[str]:
 def test_a_flat_image_is_served(tmp_path: Path, structured: bool) -> None:
     cache = Cache(tmp_path)
     metadata = random.Random(0).randbytes(50_000 // 4096 * 4096)
-    pieces = [Piece(number.to_bytes(32, "big"), SIZES[number], "", "", number, SIZES[number]) for number in range(SEGMENTS)]
+    pieces = [Segment(number.to_bytes(32, "big"), SIZES[number], "", "", number, SIZES[number]) for number in range(SEGMENTS)]
     whole = metadata + b"".join(cache.content(number) for number in range(SEGMENTS))
     source = FlatImage.spooled(metadata, pieces, cache, tmp_path)
     with Server([Export(source)], unix=tmp_path / "s") as server, Client(server.address) as client:
