@@ -82,7 +82,10 @@ class Descriptors:
         now = time.monotonic()
         if now - entry.checked > _RECHECK:
             entry.checked = now
-            return os.fstat(entry.fd).st_nlink > 0
+            try:
+                return os.fstat(entry.fd).st_nlink > 0
+            except OSError:  # its file system is gone, and may be back: open anew
+                return False
         return True
 
     def _retire(self, entry: _Open) -> None:
