@@ -16,6 +16,7 @@ import errno
 import hashlib
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,6 +41,15 @@ _HEX: Final = re.compile(r"[0-9a-f]{64}\Z")
 _SHARD: Final = re.compile(r"[0-9a-f]{2}\Z")
 _TRASHED: Final = re.compile(r"([0-9a-f]{64})\.([0-9]{1,19})\.([0-9]{1,19})\Z")
 _NEVER: Final = 2**63 - 1
+_NOT_A_FILE: Final = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR)
+_KINDS: Final = {
+    stat.S_IFDIR: "directory",
+    stat.S_IFIFO: "FIFO",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+    stat.S_IFLNK: "symbolic link",
+}
 _T = TypeVar("_T")
 _BUFFER: Final = 1 << 20
 _OPEN_BLOBS: Final = 256
@@ -113,7 +123,7 @@ class PosixStore:
         """The size and age of a blob, or NotFound."""
         path = self._path(digest)
         with self.mapped(f"stat {digest}"):
-            return _info(digest, self._found(digest, path.stat))
+            return self._info(digest, self._found(digest, path.lstat))
 
     def read(self, digest: Digest, offset: int, length: int) -> bytes:
         """Exactly ``length`` bytes at ``offset``."""
@@ -122,8 +132,8 @@ class PosixStore:
         with self.mapped(f"read {digest}"):
             try:
                 return self._read(digest, offset, length)
-            except EOFError:
-                # A descriptor from before the blob was replaced, or a length that another client has not heard of yet.
+            except (EOFError, OSError):
+                # A descriptor from before the blob was replaced or its file system mounted again, or a length that another client has not heard of yet.
                 self._descriptors.drop(digest)
             try:
                 return self._read(digest, offset, length)
@@ -146,7 +156,7 @@ class PosixStore:
         path = self._path(digest)
         with self.mapped(f"touch {digest}"):
             self._found(digest, lambda: os.utime(path))
-            return _info(digest, self._found(digest, path.stat))
+            return self._info(digest, self._found(digest, path.lstat))
 
     def suspect(self, digest: Digest) -> None:
         """Open the blob's file anew at the next read: on 3FS an old descriptor of a replaced file reads as zeros."""
@@ -298,11 +308,39 @@ class PosixStore:
         deadline = time.monotonic() + self._patience
         while True:
             try:
-                return self._found(digest, lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                return self._found(digest, lambda: self._open_file(digest, path))
             except NotFound:
                 if time.monotonic() >= deadline:
                     raise
             time.sleep(min(0.25, self._patience / 8))
+
+    def _open_file(self, digest: Digest, path: Path) -> int:
+        """Open without waiting for anybody: a FIFO would wait for a writer, for good. Only a regular file is a blob."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+        except OSError as error:
+            if error.errno in _NOT_A_FILE:
+                raise self._not_a_blob(digest, path.lstat()) from error
+            if error.errno in (errno.EACCES, errno.EPERM):
+                message = f"the file of {digest} in {self.url} cannot be read: {error.strerror}"
+                raise CorruptError(message, hint=f"give this user the right to read {path}") from error
+            raise
+        try:
+            self._info(digest, os.fstat(fd))
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _info(self, digest: Digest, found: os.stat_result) -> BlobInfo:
+        if not stat.S_ISREG(found.st_mode):
+            raise self._not_a_blob(digest, found)
+        return _info(digest, found)
+
+    def _not_a_blob(self, digest: Digest, found: os.stat_result) -> CorruptError:
+        path = self._path(digest)
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "file that changes its kind")
+        return CorruptError(f"{digest} in {self.url} is a {kind}, not a blob", hint=f"remove {path} and store the blob again")
 
     def _read(self, digest: Digest, offset: int, length: int) -> bytes:
         file = self._file(digest)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
+import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 
@@ -336,3 +340,82 @@ def test_3fs_is_found_in_the_mount_table(tmp_path: Path) -> None:
         ("/home", False),
     ):
         assert is_3fs(Path(path), table) is expected
+
+
+def _as_socket(path: Path) -> None:
+    folder = os.open(path.parent, os.O_PATH)
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(f"/proc/self/fd/{folder}/{path.name[:8]}")  # the whole path is too long for an address
+    finally:
+        os.close(folder)
+    path.with_name(path.name[:8]).rename(path)
+
+
+def _as_link(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [(os.mkfifo, "FIFO"), (Path.mkdir, "directory"), (_as_socket, "socket"), (_as_link, "symbolic link")],
+    ids=["fifo", "directory", "socket", "link"],
+)
+def test_what_is_no_file_in_place_of_a_blob_is_an_answer_at_once(store: PosixStore, make: Callable[[Path], None], kind: str) -> None:
+    put_bytes(store, DATA)
+    blob_path(store).unlink()
+    make(blob_path(store))
+    answered = Event()
+
+    def read() -> None:
+        for call in (
+            lambda: store.read(DIGEST, 0, 10),
+            lambda: store.open_fd(DIGEST),
+            lambda: store.stat(DIGEST),
+            lambda: store.local_path(DIGEST),
+        ):
+            with pytest.raises(CorruptError, match=f"{DIGEST}.* is a {kind}, not a blob"):
+                call()
+        answered.set()
+
+    Thread(target=read, daemon=True).start()
+    assert answered.wait(1)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: to become a user without rights")
+@pytest.mark.parametrize("mode", [0o000, 0o200])
+def test_a_blob_that_may_not_be_read_is_an_answer_at_once(mode: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # one that another user can enter
+        Path(folder).chmod(0o755)
+        store = PosixStore(Path(folder) / "store")
+        put_bytes(store, DATA)
+        blob_path(store).chmod(mode)
+        reader = os.fork()
+        if reader == 0:
+            try:
+                os.setresgid(65534, 65534, 65534)
+                os.setresuid(65534, 65534, 65534)
+                store.read(DIGEST, 0, 10)
+            except CorruptError as error:
+                os._exit(0 if "cannot be read: Permission denied" in error.message else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(reader, 0)[1]) == 0
+
+
+def test_a_kept_descriptor_whose_file_system_is_gone_is_opened_anew(store: PosixStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_bytes(store, DATA)
+    assert store.read(DIGEST, 0, 10) == DATA[:10]
+    real = os.pread
+    failed: list[int] = []
+
+    def pread(fd: int, length: int, offset: int) -> bytes:
+        if not failed:
+            failed.append(fd)
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+        return real(fd, length, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    assert store.read(DIGEST, 0, 10) == DATA[:10]
+    assert failed
