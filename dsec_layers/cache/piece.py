@@ -9,6 +9,7 @@ import zstandard
 
 from dsec_layers.digest import Buffer, Digest, content_digest
 from dsec_layers.errors import CorruptError, ImageError
+from dsec_layers.layers.tables import MAX_STORED
 from dsec_layers.store.base import Store
 
 __all__ = ["MAX_PIECE", "Codec", "Piece", "fetch_piece"]
@@ -48,6 +49,8 @@ def fetch_piece(store: Store, piece: Piece, buffer: memoryview | None = None) ->
 
     ``buffer``: where to decompress to, at least ``size`` bytes; the result may then be a part of it. One attempt; the errors of the store pass through.
     """
+    if not 0 <= piece.size <= MAX_PIECE or not 0 <= piece.stored <= MAX_STORED:
+        raise CorruptError(f"{piece}: {piece.size} bytes; at most {MAX_PIECE}, stored as {MAX_STORED}, are fetched at once")
     raw = store.read(piece.blob, piece.offset, piece.stored)
     if len(raw) != piece.stored:
         raise _corrupt(store, piece, f"the store gave {len(raw)} bytes")
