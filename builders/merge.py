@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager
 from typing import Final, Protocol
 
 from dsec_layers.builders.sink import ContentSink
-from dsec_layers.builders.sources.names import MAX_PATH, Limits, check_name, shown
+from dsec_layers.builders.sources.names import MAX_PATH, Limits, check_name, over_limit, shown
 from dsec_layers.builders.sources.tar import Member, TarReader
 from dsec_layers.erofs.tree import Inode, Tree
-from dsec_layers.errors import InputError, LimitError
+from dsec_layers.errors import InputError
 
 __all__ = ["OPAQUE", "WHITEOUT", "LayerTar", "Merger", "components", "merge_layers"]
 
@@ -82,7 +82,7 @@ class Merger:
             linked = None
             self._inodes += 1
             if self._inodes > self._limits.inodes:
-                raise LimitError(f"more than {self._limits.inodes} files and directories")
+                raise over_limit(f"more than {self._limits.inodes} files and directories", "entries")
         old = children.get(tail)
         if own is not None:
             own.add(tail)
@@ -165,7 +165,7 @@ class Merger:
     def _make(self, parent: Inode, part: bytes) -> Inode:
         self._inodes += 1
         if self._inodes > self._limits.inodes:
-            raise LimitError(f"more than {self._limits.inodes} files and directories")
+            raise over_limit(f"more than {self._limits.inodes} files and directories", "entries")
         child = Inode(stat.S_IFDIR | 0o755)
         assert parent.children is not None
         parent.children[part] = child

@@ -25,8 +25,9 @@ from dsec_layers.erofs.reader import Image
 from dsec_layers.erofs.tree import Tree
 from dsec_layers.erofs.verify import compare
 from dsec_layers.erofs.writer import render
+from dsec_layers.errors import LimitError
 from dsec_layers.layers.descriptor import Kind
-from dsec_layers.layers.frames import compress
+from dsec_layers.layers.frames import METADATA_BOUND, compress
 from dsec_layers.layers.manifest import LayerConfig
 from dsec_layers.progress import SILENT, Progress
 from dsec_layers.registry.catalog import Catalog
@@ -120,6 +121,11 @@ def _pack(build: Build, ingest: Ingest, *, dedup: bool) -> PackResult:
                 return packed.result(*same, inodes, reused=True)
         with build.stage("metadata"):
             frame = _verified(tree, image, packed.devices)
+        if len(image) > METADATA_BOUND.most(len(frame)):
+            raise LimitError(
+                f"the metadata has {len(image)} bytes in a frame of {len(frame)}; a reader takes {METADATA_BOUND.most(len(frame))} at most",
+                hint="files with terabytes of holes are for disks (dsec-layers disk), not for layers",
+            )
         with build.stage("segments"):
             written = output.result()
     records, chunks = packed.records(written), sink.chunk_records()

@@ -6,21 +6,18 @@ Mounts, FUSE, NBD, disks, export, verification and packing all read segments her
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, Self, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 from dsec_layers.digest import Buffer, Digest, content_digest
 from dsec_layers.errors import CorruptError, ImageError
 from dsec_layers.layers.frames import decompress, decompress_into
 from dsec_layers.layers.manifest import Layer
-from dsec_layers.layers.tables import MAX_SEGMENT, Table
+from dsec_layers.layers.tables import MAX_SEGMENT, MAX_STORED, Table
 from dsec_layers.store.base import Store
 
 __all__ = ["Codec", "Segment", "read_segment"]
 
 Codec: TypeAlias = Literal["zstd", "raw"]
-
-_MAX_STORED: Final = MAX_SEGMENT + (MAX_SEGMENT >> 7)
-"""Bytes of the longest frame: more than any compressor makes of the largest segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +58,7 @@ class Segment:
 
     def check(self) -> None:
         """ImageError unless its sizes are such as a segment can have: nothing is allocated or read for one that has others."""
-        if not 0 < self.size <= MAX_SEGMENT or not 0 < self.stored <= _MAX_STORED or self.offset < 0:
+        if not 0 < self.size <= MAX_SEGMENT or not 0 < self.stored <= MAX_STORED or self.offset < 0:
             raise ImageError(f"no segment has {self.size} bytes, stored as {self.stored} at {self.offset}")
 
     def decode(self, frame: Buffer, buffer: memoryview | None = None) -> Buffer:

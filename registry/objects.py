@@ -20,7 +20,7 @@ from dsec_layers.errors import Conflict, CorruptError, ImageError, InputError, N
 from dsec_layers.layers import descriptor as d
 from dsec_layers.layers.descriptor import Descriptor
 from dsec_layers.layers.disk import DiskConfig, DiskImage
-from dsec_layers.layers.frames import MAX_METADATA, unpack
+from dsec_layers.layers.frames import CHUNKS_BOUND, MAX_METADATA, unpack
 from dsec_layers.layers.manifest import (
     MAX_JSON,
     Environment,
@@ -179,7 +179,7 @@ def load_chunks(store: Store, layer: Layer, segments: Table) -> Table:
     if item is None:
         return np.zeros(0, CHUNK)
     blob = read_blob(store, item.digest, limit=MAX_CHUNKS_BYTES, size=item.size)
-    return _parsed(item.digest, lambda data: parse_chunks(unpack(data, MAX_CHUNKS_BYTES), segments), blob)
+    return _parsed(item.digest, lambda data: parse_chunks(unpack(data, MAX_CHUNKS_BYTES, CHUNKS_BOUND), segments), blob)
 
 
 def resolve(store: Store, text: str) -> tuple[Digest, Layer | Environment]:

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import io
+import os
 import posixpath
 import re
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, Final, Literal, TypeAlias
 
 from dsec_layers.builders.sources.archive import TarSource
 from dsec_layers.builders.sources.base import Source
-from dsec_layers.builders.sources.blocks import Blocks, FileBlocks, StreamBlocks
+from dsec_layers.builders.sources.blocks import Blocks, FileBlocks, StreamBlocks, Tap
 from dsec_layers.builders.sources.decompress import beginning, compression_of, decompressed
 from dsec_layers.builders.sources.directory import DirectorySource
 from dsec_layers.builders.sources.image import Platform
 from dsec_layers.builders.sources.inputs import Prefixed, Where, open_any, opened, regular_descriptor
-from dsec_layers.builders.sources.names import Limits, Overrides
-from dsec_layers.builders.sources.oci import ArchiveFiles, DirectoryFiles, load_docker, load_oci
+from dsec_layers.builders.sources.names import Limits, Overrides, over_limit, shown
+from dsec_layers.builders.sources.oci import MAX_MEMBERS, ArchiveFiles, DirectoryFiles, load_docker, load_oci
 from dsec_layers.builders.sources.tar import TarReader
 from dsec_layers.descriptors import OpenFile
-from dsec_layers.errors import InputError, NotFound, UsageError
+from dsec_layers.errors import DsecError, InputError, NotFound, UsageError
 from dsec_layers.fsio import map_os_error, pwrite_all
 
 __all__ = ["Kind", "detect"]
@@ -62,7 +64,7 @@ def detect(
 
     ``kind`` overrides what it looks like. ``platform`` and ``reference`` choose an image, ``excludes`` and ``one_filesystem`` are for directories. An image that
     comes from a stream or is compressed is first written to a nameless file in the directory ``spool`` (the system's temporary one by default).
-    Raises NotFound, UsageError or InputError.
+    Raises NotFound, UsageError, InputError, or LimitError for an image that would make that file too large.
     """
     settings = _Settings(kind, Platform.parse(platform), reference, overrides, limits, spool)
     patterns = tuple(excludes)
@@ -102,7 +104,7 @@ def _from_file(where: Where, name: str, settings: _Settings) -> Source:
     if regular and not compression:
         archive = _archive(where, name, settings)
     elif settings.kind != "auto" or _is_image(StreamBlocks(io.BytesIO(beginning(first, compression)), name), whole=False):
-        where = _spooled(where, name, compression, settings.spool)
+        where = _spooled(where, name, compression, settings)
         archive = _archive(where, name, settings)
     else:
         archive = None
@@ -147,24 +149,55 @@ def _is_image(blocks: Blocks, *, whole: bool) -> bool:
     return bool(names & {b"index.json", b"manifest.json"}) if whole else bool(names - {b"."})
 
 
-def _spooled(where: Where, name: str, compression: str, spool: Path | None) -> OpenFile:
-    """The tar within an input, in a nameless temporary file."""
+def _spooled(where: Where, name: str, compression: str, settings: _Settings) -> OpenFile:
+    """The tar within an input, in a nameless temporary file. Raises LimitError for one that grows out of proportion; the space it took is free then."""
     try:
-        fd, path = tempfile.mkstemp(prefix="dsec-spool-", dir=spool)
+        fd, path = tempfile.mkstemp(prefix="dsec-spool-", dir=settings.spool)
         held = OpenFile(fd)
         Path(path).unlink()
     except OSError as error:
         raise map_os_error(error, f"the spool file for {name}") from error
+    try:
+        _spool(where, name, compression, settings.limits or Limits(), fd)
+    except BaseException:
+        os.ftruncate(fd, 0)  # now, not when the last reference to the error is gone
+        raise
+    return held
+
+
+def _spool(where: Where, name: str, compression: str, limits: Limits, fd: int) -> None:
+    read = at = 0
+
+    def count(block: bytes) -> None:
+        nonlocal read
+        read += len(block)
+
     with opened(where, name) as source:
-        blocks = decompressed(source.blocks, compression, name) if compression else source.blocks
-        at = 0
+        stored = Tap(source.blocks, count)
+        blocks = decompressed(stored, compression, name) if compression else stored
         while data := blocks.block():
+            most = limits.spool.most(read)
+            if at + len(data) > most:
+                entry = shown(_last_entry(fd, at, name))
+                raise over_limit(
+                    f"{name}: its first {read} bytes hold more than {most}, the limit of a temporary copy, at the entry {entry}", "spool"
+                )
             try:
                 pwrite_all(fd, data, at)
             except OSError as error:
                 raise map_os_error(error, f"the spool file for {name}") from error
             at += len(data)
-    return held
+
+
+def _last_entry(fd: int, size: int, name: str) -> bytes:
+    """The name of the last entry that begins in the first ``size`` bytes of a tar; of very many entries, one."""
+    last = b""
+    try:
+        for entry, _, _ in islice(TarReader(FileBlocks(fd, 0, size, name), name), MAX_MEMBERS):
+            last = entry
+    except DsecError:
+        pass  # it is cut off, of course
+    return last
 
 
 def _load(files: ArchiveFiles | DirectoryFiles, settings: _Settings) -> Source:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Final
 
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.errors import InputError, LimitError, UsageError
+from dsec_layers.layers.frames import Bound
 
 __all__ = [
+    "LIMIT_NAMES",
     "MAX_NAME",
     "MAX_PATH",
     "MAX_XATTR_NAME",
@@ -20,6 +23,7 @@ __all__ = [
     "check_name",
     "check_xattr",
     "keeps_xattr",
+    "over_limit",
     "shown",
 ]
 
@@ -45,13 +49,42 @@ _ODD = re.compile(r"[^ -~\u00a1-\U0010ffff]")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one build may take in. A few kilobytes of compressed headers can name millions of files: these bound the memory that costs.
+    """What one build may take in. A few kilobytes of compressed headers can name millions of files: these bound the memory and disk that costs.
 
     ``inodes``: files, directories and the rest, implied directories included. ``attribute_bytes``: names and values of extended attributes, all in all.
+    ``spool_bytes``: of the temporary copy of an image that cannot be read in place; None: what honest images need for their compressed size (SPOOL_BOUND).
     """
 
     inodes: int = 20_000_000
     attribute_bytes: int = 1 << 30
+    spool_bytes: int | None = None
+
+    @classmethod
+    def of(cls, values: Mapping[str, int]) -> Limits:
+        """The limits with those of LIMIT_NAMES changed that ``values`` names. Raises UsageError."""
+        for name, value in values.items():
+            if name not in LIMIT_NAMES:
+                raise UsageError(f"there is no limit {name[:40]!r}", hint=f"the limits are {', '.join(LIMIT_NAMES)}")
+            if value < 0:
+                raise UsageError(f"the limit {name} is negative: {value}")
+        return replace(cls(), **{LIMIT_NAMES[name]: value for name, value in values.items()})
+
+    @property
+    def spool(self) -> Bound:
+        """How many bytes the temporary copy may have for the bytes that were read."""
+        return SPOOL_BOUND if self.spool_bytes is None else Bound(self.spool_bytes, self.spool_bytes, 0)
+
+
+SPOOL_BOUND: Final = Bound(64 << 30, 512 << 20, 32)
+"""Layers are a third of their content when compressed, seldom less than a tenth; 512 MiB of anything are free."""
+
+LIMIT_NAMES: Final[Mapping[str, str]] = {"entries": "inodes", "attributes": "attribute_bytes", "spool": "spool_bytes"}
+"""What people call the limits: ``--limit NAME=SIZE``."""
+
+
+def over_limit(message: str, name: str) -> LimitError:
+    """The error of an input that goes over the limit called ``name``."""
+    return LimitError(message, hint=f"if you trust the input, allow more: --limit {name}=SIZE")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Final, TypeAlias
 from dsec_layers.builders.sink import ContentSink
 from dsec_layers.builders.sources.blocks import BLOCK
 from dsec_layers.builders.sources.excludes import Excludes
-from dsec_layers.builders.sources.names import Limits, check_xattr, shown
+from dsec_layers.builders.sources.names import Limits, check_xattr, over_limit, shown
 from dsec_layers.digest import Buffer
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.errors import InputError, LimitError
@@ -151,7 +151,7 @@ class Directory(AbstractContextManager["Directory"]):
     def _inode(self, path: bytes, info: os.stat_result, place: bytes, *, follow: bool) -> Inode:
         self._inodes += 1
         if self._inodes > self._limits.inodes:
-            raise LimitError(f"{self._what}: more than {self._limits.inodes} files and directories")
+            raise over_limit(f"{self._what}: more than {self._limits.inodes} files and directories", "entries")
         if self._whiteouts and _is_whiteout(info):
             return Inode(stat.S_IFCHR)  # one spelling, whatever the mode, owner and time that overlayfs gave it
         seconds, nanoseconds = divmod(info.st_mtime_ns, 1_000_000_000)
@@ -180,7 +180,9 @@ class Directory(AbstractContextManager["Directory"]):
                 self._attribute_bytes += len(stored) + len(value)
                 kept.append((stored, value))
         if self._attribute_bytes > self._limits.attribute_bytes:
-            raise LimitError(f"{self._what}: extended attributes are over the limit of {self._limits.attribute_bytes} bytes in all")
+            raise over_limit(
+                f"{self._what}: extended attributes are over the limit of {self._limits.attribute_bytes} bytes in all", "attributes"
+            )
         return tuple(sorted(kept))
 
     # -- content

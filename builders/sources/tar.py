@@ -15,7 +15,7 @@ from dsec_layers.builders.sink import ContentSink
 from dsec_layers.builders.sources import header as h
 from dsec_layers.builders.sources.blocks import BLOCK, Blocks, Window
 from dsec_layers.builders.sources.header import RECORD, Records
-from dsec_layers.builders.sources.names import MAX_PATH, Limits, check_xattr, keeps_xattr, shown
+from dsec_layers.builders.sources.names import MAX_PATH, Limits, check_xattr, keeps_xattr, over_limit, shown
 from dsec_layers.builders.sources.sparse import MAX_EXTENTS, Map, Map1, check_map, map_0, old_entries
 from dsec_layers.digest import Buffer
 from dsec_layers.erofs.tree import Inode
@@ -312,7 +312,7 @@ class TarReader:
             self._attribute_bytes += len(name) + len(value)
             pairs.append((name, value))
         if self._attribute_bytes > self._limits.attribute_bytes:
-            raise LimitError(f"extended attributes are over the limit of {self._limits.attribute_bytes} bytes in all")
+            raise over_limit(f"extended attributes are over the limit of {self._limits.attribute_bytes} bytes in all", "attributes")
         return tuple(sorted(pairs))
 
     def _ignore_link_size(self, size: int) -> None:

@@ -12,7 +12,7 @@ from dsec_layers.builders.pack import PackResult, pack_layer
 from dsec_layers.builders.sources.base import Source
 from dsec_layers.builders.sources.detect import detect
 from dsec_layers.builders.sources.directory import OverlaySource
-from dsec_layers.builders.sources.names import Overrides
+from dsec_layers.builders.sources.names import Limits, Overrides
 from dsec_layers.digest import Digest
 from dsec_layers.errors import Conflict, DsecError, NotFound, UsageError
 from dsec_layers.layers.descriptor import Kind
@@ -56,8 +56,12 @@ def import_source(
     workers: int | None = None,
     level: int = 3,
     epoch: int | None = None,
+    limits: Mapping[str, int] | None = None,
 ) -> Built:
-    """Import a directory, tar, OCI image or docker archive as a layer and name it ``name``. ``-`` is standard input. ``level``: zstd's."""
+    """Import a directory, tar, OCI image or docker archive as a layer and name it ``name``. ``-`` is standard input. ``level``: zstd's.
+
+    ``limits``: what the input may cost, by name, such as ``{"spool": 16 << 30}`` (docs/sources.md); LimitError beyond.
+    """
     name, wanted = check_ref(name), _kind(kind)
     if not str(source):
         raise UsageError("the name of the source is empty", hint="a directory, a file, or - for standard input")
@@ -65,7 +69,7 @@ def import_source(
         raise UsageError(f"a prefix is an absolute path without '..', of a toolkit: {prefix[:200]!r}")
     before = current(session.store, name)
     began = time.monotonic()
-    found = _source(source, wanted, platform, tuple(excludes), Overrides(epoch=epoch))
+    found = _source(source, wanted, platform, tuple(excludes), Overrides(epoch=epoch), Limits.of(limits or {}))
     image = found.image_config
     packed = pack_layer(
         session.store,
@@ -175,11 +179,11 @@ def built(name: str, kind: Kind, packed: PackResult, seconds: float) -> Built:
     )
 
 
-def _source(source: str | Path, kind: Kind, platform: str, excludes: tuple[str, ...], overrides: Overrides) -> Source:
+def _source(source: str | Path, kind: Kind, platform: str, excludes: tuple[str, ...], overrides: Overrides, limits: Limits) -> Source:
     """The input. A directory that becomes a workspace is read as what overlayfs leaves in an upper: its whiteouts hide the base's names, and show nowhere."""
     if kind is Kind.WORKSPACE and source != "-" and Path(source).is_dir() and not (Path(source) / "oci-layout").is_file():
-        return OverlaySource([Path(source)], excludes=excludes, overrides=overrides)
-    return detect(source, platform=platform, excludes=excludes, overrides=overrides)
+        return OverlaySource([Path(source)], excludes=excludes, overrides=overrides, limits=limits)
+    return detect(source, platform=platform, excludes=excludes, overrides=overrides, limits=limits)
 
 
 def _kind(text: str) -> Kind:

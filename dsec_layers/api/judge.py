@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import resource
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
 from dsec_layers.digest import Digest
-from dsec_layers.errors import ToolError
+from dsec_layers.errors import LimitError, ToolError
 from dsec_layers.layers.frames import MAX_METADATA
 from dsec_layers.proc import Completed, describe_failure, find_tool, run
 from dsec_layers.progress import Progress
 from dsec_layers.registry.objects import load_layer, load_metadata
 from dsec_layers.store.base import Store
-from dsec_layers.store.transfer import read_blob
+from dsec_layers.store.transfer import read_pieces
 
 __all__ = ["judge"]
 
@@ -38,11 +39,14 @@ def judge(store: Store, digest: Digest, progress: Progress) -> str | None:
         return None
     layer = load_layer(store, digest)
     sizes: list[int] = []
+    image: Iterable[bytes]
     if layer.compressed:
-        image: bytes = read_blob(store, layer.metadata.digest, limit=MAX_METADATA)
+        if layer.metadata.size > MAX_METADATA:
+            raise LimitError(f"{layer.metadata.digest} has {layer.metadata.size} bytes, the limit of an image is {MAX_METADATA}")
+        image = read_pieces(store, layer.metadata.digest, layer.metadata.size)
     else:
-        image, table = load_metadata(store, layer)
-        sizes = [int(size) for size in table["size"]]
+        whole, table = load_metadata(store, layer)
+        image, sizes = (whole,), [int(size) for size in table["size"]]
     with tempfile.TemporaryDirectory(prefix="dsec-fsck-") as work:
         done = _check(fsck, Path(work), image, sizes)
     if done is None:
@@ -51,11 +55,11 @@ def judge(store: Store, digest: Digest, progress: Progress) -> str | None:
     return None if done.code == 0 else f"malformed {digest}: {describe_failure(done)}"
 
 
-def _check(fsck: str, work: Path, image: bytes, sizes: list[int]) -> Completed | None:
+def _check(fsck: str, work: Path, image: Iterable[bytes], sizes: list[int]) -> Completed | None:
     flat = work / "flat"
     with open(flat, "wb") as stream:
-        stream.write(image)
-        stream.truncate(len(image) + sum(sizes))
+        stream.writelines(image)
+        stream.truncate(stream.tell() + sum(sizes))
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     stack = _STACK if hard == resource.RLIM_INFINITY else min(_STACK, hard)
     command = [find_tool("prlimit"), f"--stack={stack}:", fsck]

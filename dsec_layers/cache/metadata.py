@@ -22,6 +22,7 @@ from dsec_layers.digest import Buffer, Digest, sha256_digest
 from dsec_layers.errors import CorruptError, DsecError, ImageError, NotFound, StoreError
 from dsec_layers.fsio import map_os_error, publish
 from dsec_layers.layers.disk import DiskImage
+from dsec_layers.layers.frames import MAX_METADATA
 from dsec_layers.layers.manifest import MAX_JSON, Environment, Layer, Object, parse_object
 from dsec_layers.layers.tables import SEGMENT, Table, pack_segments, parse_segments
 from dsec_layers.registry.objects import load_metadata
@@ -180,6 +181,8 @@ def _fetch_metadata(directory: CacheView, url: str, layer: Layer, opener: Opener
 
 def _fetch_image(directory: CacheView, url: str, layer: Layer, opener: Opener, limits: Limits) -> Path:
     item = layer.metadata
+    if item.size > MAX_METADATA:
+        raise ImageError(f"{item.digest}: an image of {item.size} bytes, the limit is {MAX_METADATA}")
     path = directory.images / f"{_hex(item.digest)}.erofs"
 
     def fetch() -> None:

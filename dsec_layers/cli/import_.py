@@ -6,12 +6,14 @@ import click
 
 from dsec_layers.cli.common import App, Command, app_options, pass_app, show_built
 from dsec_layers.cli.settings import source_date_epoch
+from dsec_layers.cli.values import parse_limits
 
 
 @click.command(
     "import",
     cls=Command,
-    example="dsec-layers import rootfs.tar.zst --kind base --name debian:12\ndocker save img | dsec-layers import - --kind base --name img:1",
+    example="dsec-layers import rootfs.tar.zst --kind base --name debian:12\ndocker save img | dsec-layers import - --kind base --name img:1\n"
+    "dsec-layers import big.tar.gz --kind base --name big:1 --limit spool=200G --limit entries=40M",
 )
 @click.argument("source")
 @click.option("--kind", required=True, type=click.Choice(["base", "workspace", "toolkit"]), help="What the layer is for.")
@@ -32,6 +34,13 @@ from dsec_layers.cli.settings import source_date_epoch
     "--workers", type=click.IntRange(1, 256), help="Compression threads; default: one a processor. The result does not depend on it."
 )
 @click.option("--level", type=click.IntRange(1, 19), default=3, show_default=True, help="zstd level: 1 builds fastest, 19 stores least.")
+@click.option(
+    "--limit",
+    "limits",
+    multiple=True,
+    metavar="NAME=SIZE",
+    help="What the input may cost: entries, attributes (bytes), spool (bytes of a temporary copy). May be given again; docs/sources.md has the defaults.",
+)
 @app_options
 @pass_app
 def command(
@@ -45,6 +54,7 @@ def command(
     platform: str,
     workers: int | None,
     level: int,
+    limits: tuple[str, ...],
 ) -> None:
     """Import SOURCE as a layer: a directory, a tar (plain, gz, xz, zst; - is standard input), an OCI image layout, or a docker save archive."""
     from dsec_layers.api.build import import_source
@@ -61,5 +71,6 @@ def command(
         workers=workers,
         level=level,
         epoch=source_date_epoch(),
+        limits=parse_limits(limits),
     )
     app.console.result(made, lambda: show_built(app, made))

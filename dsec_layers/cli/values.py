@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from dsec_layers.errors import UsageError
 
-__all__ = ["parse_environment", "parse_size"]
+__all__ = ["parse_environment", "parse_limits", "parse_size"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\Z", re.IGNORECASE)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -24,6 +24,18 @@ def parse_size(text: str | None) -> int | None:
     if size >= 1 << 62:
         raise UsageError(f"a size of {text[:40]} is more than any machine has")
     return int(size)
+
+
+def parse_limits(items: Iterable[str]) -> dict[str, int]:
+    """NAME=SIZE pairs as a dict, sizes as ``parse_size`` has them. UsageError for anything else."""
+    limits: dict[str, int] = {}
+    for item in items:
+        name, equals, text = item.partition("=")
+        size = parse_size(text) if equals and text else None
+        if size is None or not name:
+            raise UsageError(f"not NAME=SIZE: {item[:80]!r}", hint="a limit is like spool=16G")
+        limits[name] = size
+    return limits
 
 
 def parse_environment(items: Iterable[str]) -> dict[str, str]:

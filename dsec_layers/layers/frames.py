@@ -7,6 +7,7 @@ then the seek table of the zstd seekable format (contrib/seekable_format/zstd_se
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from typing import Final
 
 import zstandard
@@ -15,6 +16,10 @@ from dsec_layers.digest import Buffer
 from dsec_layers.errors import ImageError
 
 __all__ = [
+    "CHUNKS_BOUND",
+    "MAX_METADATA",
+    "METADATA_BOUND",
+    "Bound",
     "SeekTable",
     "compress",
     "decompress",
@@ -30,10 +35,36 @@ SKIPPABLE: Final = 0x184D2A50
 SEEK_SKIPPABLE: Final = 0x184D2A5E
 SEEK_MAGIC: Final = 0x8F92EAB1
 MAX_METADATA: Final = 4 << 30
+"""Bytes of the largest metadata image."""
+
 _RLE: Final = 1
 _MAX_RATIO: Final = 1 << 15
 """A block of 128 KiB takes four bytes at least."""
 _HEAD: Final = struct.Struct("<II")
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """How many bytes a frame of some kind may hold: ``total`` at most, and ``free`` and ``ratio`` times its compressed bytes.
+
+    A reader takes that much memory on the word of whoever wrote the frame, so ``ratio`` is a little more than honest content of the kind reaches.
+    """
+
+    total: int
+    free: int
+    ratio: int
+
+    def most(self, stored: int) -> int:
+        """Bytes that a frame of ``stored`` bytes may hold."""
+        return min(self.total, self.free + self.ratio * stored)
+
+
+METADATA_BOUND: Final = Bound(MAX_METADATA, 256 << 20, 64)
+"""Inodes and names are compressed to a twentieth at best (200,000 empty files, numbered through); chunk indexes of holes to nothing: 8 MiB of them is
+what a file of 64 GiB or more has, so 32 such files are free."""
+
+CHUNKS_BOUND: Final = Bound(MAX_METADATA, 1 << 20, 4)
+"""Two thirds of a chunk table are digests, which do not compress."""
 
 
 def compress(data: Buffer, level: int = 3) -> bytes:
@@ -43,6 +74,8 @@ def compress(data: Buffer, level: int = 3) -> bytes:
 
 def decompress(frame: Buffer, size: int) -> bytes:
     """The content of one zstd frame that must decompress to exactly ``size`` bytes. ImageError for anything else."""
+    if size > len(memoryview(frame)) * _MAX_RATIO:
+        raise ImageError(f"zstd frame of {len(memoryview(frame))} bytes cannot hold the {size} it should")
     try:
         if zstandard.frame_content_size(frame) != size:
             raise ImageError(f"zstd frame does not hold the {size} bytes it should")
@@ -78,16 +111,17 @@ def join_metadata(image: Buffer, table: Buffer, level: int = 9) -> bytes:
     return compress(image, level) + skippable(table)
 
 
-def unpack(frame: Buffer, limit: int) -> bytes:
-    """The content of one zstd frame, whatever its size up to ``limit`` bytes. Raises ImageError."""
-    return decompress(frame, _content_size(memoryview(frame), limit))
+def unpack(frame: Buffer, limit: int, bound: Bound | None = None) -> bytes:
+    """The content of one zstd frame, whatever its size up to ``limit`` bytes and ``bound``. Raises ImageError."""
+    view = memoryview(frame)
+    return decompress(frame, _content_size(view, limit if bound is None else min(limit, bound.most(len(view)))))
 
 
 def split_metadata(blob: Buffer, limit: int = MAX_METADATA) -> tuple[bytes, bytes]:
-    """(EROFS metadata image, segment table) of a metadata blob; the image may have at most ``limit`` bytes. Raises ImageError."""
+    """(EROFS metadata image, segment table) of a metadata blob; the image may have ``limit`` bytes within METADATA_BOUND. Raises ImageError."""
     view = memoryview(blob).cast("B")
-    size = _content_size(view, limit)
     end = frame_length(view)
+    size = _content_size(view[:end], min(limit, METADATA_BOUND.most(end)))
     image, rest = decompress(view[:end], size), view[end:]
     if len(rest) < _HEAD.size:
         raise ImageError("metadata blob has no segment table")
@@ -122,7 +156,7 @@ def _content_size(view: memoryview, limit: int) -> int:
     except zstandard.ZstdError as error:
         raise ImageError(f"bad zstd frame: {error}") from error
     if not 0 <= size <= min(limit, len(view) * _MAX_RATIO):
-        raise ImageError(f"zstd frame says that it holds {size} bytes, the limit is {limit}")
+        raise ImageError(f"zstd frame of {len(view)} bytes says that it holds {size} bytes, the limit is {limit}")
     return size
 
 

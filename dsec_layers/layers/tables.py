@@ -18,6 +18,7 @@ __all__ = [
     "MAX_CHUNKS_BYTES",
     "MAX_SEGMENT",
     "MAX_SEGMENTS",
+    "MAX_STORED",
     "SEGMENT",
     "Table",
     "pack_chunks",
@@ -31,6 +32,8 @@ Table: TypeAlias = "np.ndarray[Any, np.dtype[np.void]]"
 BLOCK: Final = 4096
 MAX_SEGMENT: Final = 16 << 20
 MAX_SEGMENTS: Final = 65_535
+MAX_STORED: Final = MAX_SEGMENT + (MAX_SEGMENT >> 6) + BLOCK
+"""Bytes of the longest frame of a segment: what does not compress grows by less than a 64th and a block (ZSTD_compressBound: a 256th)."""
 MAX_CHUNKS: Final = 1 << 24
 
 SEGMENT: Final = np.dtype([("digest", "V32"), ("size", "<u4"), ("blob", "<u4"), ("offset", "<u8"), ("stored", "<u4"), ("flags", "<u4")])
@@ -80,6 +83,8 @@ def parse_segments(data: Buffer, blob_sizes: tuple[int, ...]) -> Table:
     ends = offset + stored
     if (stored == 0).any() or (ends < offset).any() or (ends > np.array(blob_sizes, dtype=np.uint64)[blob]).any():
         raise ImageError("segment table: a record leaves its blob")
+    if (stored > size + (size >> np.uint64(6)) + BLOCK).any():
+        raise ImageError("segment table: a record's frame is longer than its segment can make it")
     same = blob[1:] == blob[:-1]
     if (blob[1:] < blob[:-1]).any() or (same & (offset[1:] < ends[:-1])).any():
         raise ImageError("segment table: records overlap or are out of order")

@@ -37,6 +37,9 @@ def read_blob(store: Store, digest: Digest, *, limit: int, size: int | None = No
     """A whole blob, its digest checked. LimitError beyond ``limit`` bytes, CorruptError if it has not ``size`` bytes or other bytes than its digest says."""
     if size is None:
         size = store.stat(digest).size
+    elif PIECE < size <= limit and (found := store.stat(digest).size) != size:
+        # A read makes room for all it asks for: no memory is taken for bytes that are not there.
+        raise CorruptError(f"{digest} in {store.url} has {found} bytes, not {size}")
     if size > limit:
         raise LimitError(f"{digest} has {size} bytes, at most {limit} are read here")
     data = store.read(digest, 0, size)

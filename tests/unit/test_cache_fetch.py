@@ -121,6 +121,15 @@ def test_d2_all_zero_bytes_with_an_all_zero_digest_do_not_pass() -> None:
         read_segment(store, hostile)
 
 
+def test_b1_a_piece_of_gigabytes_is_refused_before_anything_is_read() -> None:
+    store = FaultyStore(MemoryStore())
+    piece = put_piece(store, bytes(4096))
+    store.add(Fault("read", error=AssertionError("it was read")))
+    for size, stored in ((4 << 30, piece.stored), (piece.size, 4 << 30), (-1, piece.stored)):
+        with pytest.raises(CorruptError, match="no segment has"):
+            read_segment(store, Segment(piece.digest, size, piece.store, piece.blob, piece.offset, stored))
+
+
 def test_d8_another_source_is_used_when_the_first_is_bad() -> None:
     first, second = FaultyStore(MemoryStore("mem://a")), MemoryStore("mem://b")
     data = content(4, MIB)

@@ -15,8 +15,10 @@ from dsec_layers.cli import COMMANDS, cli, main
 from dsec_layers.cli.common import App, Command
 from dsec_layers.cli.console import Console, human_bytes, to_jsonable
 from dsec_layers.cli.settings import load_settings, source_date_epoch
+from dsec_layers.cli.values import parse_limits
 from dsec_layers.errors import NotFound, UsageError
 from dsec_layers.proc import run
+from tests.tars import file, make_tar
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -164,3 +166,21 @@ def test_completion_offers_commands() -> None:
 def test_the_reference_document_is_up_to_date() -> None:
     done = run([sys.executable, "-c", "import runpy; print(runpy.run_path('scripts/cli_reference.py')['reference'](), end='')"], cwd=ROOT)
     assert (ROOT / "docs/cli.md").read_text() == done.stdout.decode(), "run: python scripts/cli_reference.py"
+
+
+def test_limits_as_people_type_them() -> None:
+    assert parse_limits(["spool=16G", "entries=40M", "spool=1"]) == {"spool": 1, "entries": 40 << 20}
+    for bad in ("spool", "spool=", "=5", "spool=much"):
+        with pytest.raises(UsageError, match="not"):
+            parse_limits([bad])
+
+
+def test_b1_a_limit_of_import_is_named_and_can_be_raised(tmp_path: Path) -> None:
+    archive = tmp_path / "a.tar"
+    archive.write_bytes(make_tar(*(file(f"f{number}") for number in range(1100))))
+    places = ("--store", str(tmp_path / "store"), "--cache", str(tmp_path / "cache"))
+    common = (*places, "--json", "import", str(archive), "--kind", "base", "--name", "a:1")
+    error = json.loads(dsec(*common, "--limit", "entries=1K", code=13))
+    assert error["error"] == "LimitError" and "more than 1024 files" in error["message"] and "--limit entries=SIZE" in error["hint"]
+    assert json.loads(dsec(*common, "--limit", "inodes=5", code=2))["hint"].startswith("the limits are entries, attributes, ")
+    assert json.loads(dsec(*common, "--limit", "entries=2K"))["inodes"] == 1101

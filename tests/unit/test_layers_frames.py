@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import random
 import struct
+import tracemalloc
 
 import pytest
 import zstandard
 
-from dsec_layers.errors import ImageError
+from dsec_layers.erofs.tree import Inode, Tree
+from dsec_layers.erofs.writer import render
+from dsec_layers.errors import CorruptError, ImageError
 from dsec_layers.layers import descriptor as d
 from dsec_layers.layers.descriptor import Descriptor
-from dsec_layers.layers.frames import compress, decompress, frame_length, join_metadata, skippable, split_metadata, unpack
+from dsec_layers.layers.frames import (
+    CHUNKS_BOUND,
+    MAX_METADATA,
+    METADATA_BOUND,
+    compress,
+    decompress,
+    frame_length,
+    join_metadata,
+    skippable,
+    split_metadata,
+    unpack,
+)
 from dsec_layers.layers.manifest import Layer
 from dsec_layers.layers.metadata import open_metadata
 from dsec_layers.layers.tables import pack_segments
 from dsec_layers.store.memory import MemoryStore
-from dsec_layers.store.transfer import read_blob
+from dsec_layers.store.transfer import put_bytes, read_blob
 from tests.store_samples import Sample, content, make_layer
 
 
@@ -66,6 +80,50 @@ def test_a_frame_that_says_too_much_or_nothing_is_refused_before_memory_is_taken
         unpack(stream.compress(b"x") + stream.flush(), 100)
     with pytest.raises(ImageError):
         decompress(compress(b"x" * 10), 11)
+
+
+def bomb(size: int) -> bytes:
+    """A sound frame of ``size`` zeros, 128 KiB in four bytes each: the most that zstd can do."""
+    blocks = size // (1 << 17)
+    assert blocks << 17 == size
+    runs = b"".join((1 << 20 | 1 << 1 | (number == blocks - 1)).to_bytes(3, "little") + b"\0" for number in range(blocks))
+    return struct.pack("<IBQ", 0xFD2FB528, 0b11100000, size) + runs
+
+
+def test_b1_a_frame_of_zeros_takes_no_memory_beyond_what_its_kind_can_need() -> None:
+    assert unpack(bomb(1 << 20), 1 << 20) == bytes(1 << 20)
+    frame = bomb(1 << 30)
+    chunks = bomb(1 << 28)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ImageError, match=f"{len(frame)} bytes says that it holds {1 << 30} bytes, the limit is"):
+            split_metadata(frame + skippable(b"table"))
+        with pytest.raises(ImageError, match="the limit is"):
+            unpack(chunks, 1 << 29, CHUNKS_BOUND)
+        with pytest.raises(ImageError, match="cannot hold"):
+            decompress(frame[:20], 1 << 30)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_b1_what_honest_metadata_reaches_is_within_its_bound() -> None:
+    tree = Tree()
+    assert tree.root.children is not None
+    for number in range(20_000):
+        tree.root.children[b"file-%06d" % number] = Inode(0o100644, mtime=1)
+    image = render(tree, [])
+    assert 2 * len(image) < METADATA_BOUND.ratio * len(compress(image, 9))
+    holes = b"\xff\xff\xff\xff\0\0\0\0" * ((1 << 40) // (1 << 16))
+    assert split_metadata(join_metadata(holes, b"table", 1)) == (holes, b"table")
+    assert METADATA_BOUND.most(1 << 40) == MAX_METADATA
+
+
+def test_b1_a_blob_that_is_shorter_than_its_manifest_says_is_not_made_room_for() -> None:
+    store = MemoryStore()
+    info = put_bytes(store, b"small")
+    with pytest.raises(CorruptError, match=f"has 5 bytes, not {1 << 32}"):
+        read_blob(store, info.digest, limit=1 << 32, size=1 << 32)
 
 
 def test_trailing_bytes_behind_a_single_frame_are_refused() -> None:

@@ -128,3 +128,14 @@ def test_headers_are_checked() -> None:
             parse_segments(bad, SIZES)
     with pytest.raises(ImageError):
         parse_segments(pack_segments(np.zeros(MAX_SEGMENTS + 1, SEGMENT)), SIZES)
+
+
+def test_b1_a_frame_longer_than_its_segment_can_make_it_is_refused() -> None:
+    table = segments()[:1]
+    blobs = (1 << 33,)
+    table["stored"] = (1 << 20) + (1 << 14)
+    assert len(parse_segments(pack_segments(table), blobs)) == 1
+    for stored in (1 << 30, (1 << 32) - 1):
+        table["stored"] = stored
+        with pytest.raises(ImageError, match="longer than its segment"):
+            parse_segments(pack_segments(table), blobs)

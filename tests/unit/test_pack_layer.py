@@ -20,6 +20,7 @@ from dsec_layers.erofs.writer import render
 from dsec_layers.errors import ImageError, InputError, LimitError, NoSpace
 from dsec_layers.layers import descriptor as d
 from dsec_layers.layers.descriptor import Kind
+from dsec_layers.layers.frames import Bound
 from dsec_layers.layers.tables import BLOCK
 from dsec_layers.progress import Progress
 from dsec_layers.registry.objects import load_chunks, load_config, load_layer, load_metadata, resolve
@@ -162,6 +163,14 @@ class Wrong(Files):
 
     def pieces(self, parts: Iterable[bytes | int]) -> Iterable[Buffer | int]:
         return list(parts)[:-1]
+
+
+def test_b1_metadata_that_no_reader_would_take_is_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    monkeypatch.setattr(pack_module, "METADATA_BOUND", Bound(4 << 30, 1000, 1))
+    with pytest.raises(LimitError, match="a reader takes"):
+        pack(store, {f"{number:04}": b"" for number in range(1000)})
+    assert list(store.list()) == []
 
 
 def test_a_source_that_breaks_off_publishes_nothing() -> None:

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from typing import Any
 import pytest
 import zstandard
 
+from dsec_layers.builders.sources import detect as detect_module
 from dsec_layers.builders.sources.base import Source
 from dsec_layers.builders.sources.detect import detect
 from dsec_layers.builders.sources.image import Platform, parse_config, parse_docker, parse_index, parse_manifest
-from dsec_layers.errors import CorruptError, DsecError, InputError, NotFound, UsageError
+from dsec_layers.builders.sources.names import Limits
+from dsec_layers.errors import CorruptError, DsecError, InputError, LimitError, NotFound, UsageError
+from dsec_layers.fsio import pwrite_all
 from tests.oracle import MemorySink, Snapshot, diff, snapshot_tars, snapshot_tree
 from tests.tars import directory, file, hard_link, make_tar, symlink
 
@@ -429,3 +433,64 @@ def test_platforms() -> None:
     for bad in ("", "linux", "linux/", "a/b/c/d", "//"):
         with pytest.raises(UsageError):
             Platform.parse(bad)
+
+
+class _Spool:
+    """Counts what is written to the spool file."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fds: list[int] = []
+        self.written = 0
+        monkeypatch.setattr(detect_module, "pwrite_all", self._write)
+
+    def _write(self, fd: int, data: bytes, at: int) -> None:
+        self.fds = self.fds or [os.dup(fd)]
+        self.written += len(data)
+        pwrite_all(fd, data, at)
+
+    def left(self) -> int:
+        """Bytes on disk."""
+        sizes = [os.fstat(fd).st_blocks for fd in self.fds]
+        for fd in self.fds:
+            os.close(fd)
+        return sum(sizes)
+
+
+def bomb(size: int) -> bytes:
+    """A compressed tar whose one entry, called like an image's layer, is zeros."""
+    info = tarfile.TarInfo("0" * 64 + "/layer.tar")
+    info.size = size
+    compressor = zstandard.ZstdCompressor().compressobj()
+    block = bytes(1 << 20)
+    return compressor.compress(info.tobuf()) + b"".join(compressor.compress(block) for _ in range(size >> 20)) + compressor.flush()
+
+
+@pytest.mark.parametrize(("size", "limits", "most"), [(700 << 20, None, 530 << 20), (300 << 20, Limits.of({"spool": 16 << 20}), 16 << 20)])
+def test_b1_a_bomb_called_like_a_layer_is_not_spooled_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, limits: Limits | None, most: int
+) -> None:
+    spool = _Spool(monkeypatch)
+    archive = tmp_path / "image.tar.zst"
+    archive.write_bytes(bomb(size))
+    assert archive.stat().st_size < 1 << 20
+    with pytest.raises(LimitError, match=r"limit of a temporary copy, at the entry '0{64}/layer.tar'") as caught:
+        detect(archive, limits=limits, spool=tmp_path)
+    assert caught.value.hint is not None and "--limit spool=" in caught.value.hint
+    assert most // 2 < spool.written <= most
+    assert spool.left() == 0 and list(tmp_path.iterdir()) == [archive]
+
+
+def test_b1_an_image_on_a_pipe_is_spooled_within_the_limit() -> None:
+    data = make_tar(file("0" * 64 + "/layer.tar", bytes(4 << 20)), file("f" * 64 + ".json", b"{}"))
+    with pytest.raises(LimitError, match="temporary copy"):
+        detect(io.BytesIO(data), limits=Limits.of({"spool": 1 << 20}))
+    source = detect(io.BytesIO(data), limits=Limits.of({"spool": 5 << 20}))  # as files: it is no image after all
+    assert source.kind == "tar" and len(read(source)) == 4
+
+
+def test_limits_go_by_name() -> None:
+    assert Limits.of({}) == Limits()
+    assert Limits.of({"entries": 5, "attributes": 7}) == Limits(inodes=5, attribute_bytes=7)
+    for values in ({"inodes": 1}, {"entries": -1}):
+        with pytest.raises(UsageError):
+            Limits.of(values)
