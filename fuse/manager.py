@@ -234,18 +234,22 @@ class Manager:
             return not (self._leases or self._mounts or self._busy or any(True for _ in self._layers.rows()))
 
     def clear(self) -> Usage:
-        """Remove every segment and all metadata that no live mount uses; returns what the segments took."""
+        """Remove every segment and all metadata that no live mount uses; returns what the segments took.
+
+        A layer that is being mounted comes into use before (then it stays whole) or after (then it is fetched anew).
+        """
         self._layers.sweep(now=True)
-        freed = self._cache.clear(self._layers.segments_in_use())
-        keep = set(self._layers.forget_files())
-        kept_files = self._layers.files_in_use()
-        for folder in (self._directory.metadata, self._directory.images):
-            for path in folder.iterdir():
-                if path not in kept_files:
-                    path.unlink(missing_ok=True)
-        for digest, _ in list(self._records.known()):
-            if digest not in keep:
-                self._records.forget(digest)
+        with self._layers.held_back():
+            freed = self._cache.clear(self._layers.segments_in_use())
+            keep = set(self._layers.forget_files())
+            kept_files = self._layers.files_in_use()
+            for folder in (self._directory.metadata, self._directory.images):
+                for path in folder.iterdir():
+                    if path not in kept_files:
+                        path.unlink(missing_ok=True)
+            for digest, _ in list(self._records.known()):
+                if digest not in keep:
+                    self._records.forget(digest)
         return freed
 
     def release_all(self) -> None:
