@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["MountPoint", "file_system_of", "is_mount_point", "read_mounts"]
+__all__ = ["MountPoint", "file_system_of", "is_mount_point", "mount_of", "read_mounts"]
 
 _ESCAPE: Final = re.compile(rb"\\([0-7]{3})")
 
@@ -33,6 +33,13 @@ def is_mount_point(path: Path) -> MountPoint | None:
     """The mount that is visible at exactly ``path`` (absolute, without links), or None."""
     wanted = str(path)
     return next((mount for mount in reversed(read_mounts()) if mount.target == wanted), None)
+
+
+def mount_of(fd: int) -> MountPoint | None:
+    """The mount that an open file was opened in, or None if this namespace has it no more."""
+    lines = Path(f"/proc/self/fdinfo/{fd}").read_bytes().splitlines()
+    identifier = next(int(line.split()[1]) for line in lines if line.startswith(b"mnt_id:"))
+    return next((mount for mount in read_mounts() if mount.identifier == identifier), None)
 
 
 def file_system_of(path: Path) -> str:
