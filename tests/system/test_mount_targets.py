@@ -11,8 +11,7 @@ from dsec_layers.errors import Conflict, HostError, NotFound, UsageError
 from dsec_layers.fuse import manager as module
 from dsec_layers.linux.mount import MountTarget, mount_bind, mount_overlay, umount
 from dsec_layers.linux.mountinfo import read_mounts
-from tests.cache_kit import unmount_below
-from tests.unit.test_fuse_layers import Stage
+from tests.cache_kit import Stage, unmount_below
 
 pytestmark = pytest.mark.root
 
