@@ -11,15 +11,15 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from dsec_layers import errors
 from dsec_layers.errors import DsecError, HostError
+from dsec_layers.linux.unixsocket import connect_unix, listen_unix
 
-__all__ = ["VERSION", "Message", "connect", "error_from", "error_message", "listen", "peer_uid", "receive", "send"]
+__all__ = ["SOCKET", "VERSION", "Message", "connect", "error_from", "error_message", "listen", "peer_uid", "receive", "send"]
 
 Message: TypeAlias = dict[str, Any]
 
@@ -31,47 +31,21 @@ _MOST_FDS: Final = 16
 _PEER: Final = struct.Struct("=iII")
 
 
-@contextmanager
-def _short_path(root: Path) -> Iterator[str]:
-    """The socket's address through a descriptor of its directory: an address holds 107 bytes, a cache path may be longer."""
-    fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}/{SOCKET}"
-    finally:
-        os.close(fd)
-
-
 def listen(root: Path) -> socket.socket:
     """A listening socket in the cache directory. Only for who holds the cache's lock: an old socket there is replaced."""
-    channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    (root / SOCKET).unlink(missing_ok=True)
-    with _short_path(root) as address:
-        before = os.umask(0o177)
-        try:
-            channel.bind(address)
-        finally:
-            os.umask(before)
-    channel.listen(256)
-    return channel
+    return listen_unix(root / SOCKET, owned=True)
 
 
 def connect(root: Path, timeout: float | None = None) -> socket.socket | None:
     """A connection to the daemon of the cache ``root``; None if there is none."""
-    channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    channel.settimeout(timeout)
     try:
-        with _short_path(root) as address:
-            channel.connect(address)
+        return connect_unix(root / SOCKET, timeout)
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
-        channel.close()
         return None
     except PermissionError as error:
-        channel.close()
         raise HostError(f"the daemon of cache {root} belongs to another user", hint="run as root, or use another cache") from error
     except OSError as error:
-        channel.close()
         raise HostError(f"cannot reach the daemon of cache {root}: {error.strerror or error}") from error
-    return channel
 
 
 def peer_uid(channel: socket.socket) -> int:

@@ -87,7 +87,7 @@ class EventServer:
         for event in events:
             if event.fd >= 0:
                 self._hand.add(event.fd)
-        self._hand.clear_buffer()
+        self._hand.clear_buffer(count)
         self.events += len(events)
         for event in events:
             if event.fd < 0:  # no descriptor could be opened: the kernel has refused the reader

@@ -76,9 +76,15 @@ class Hand:
         """Event ``number`` was answered."""
         self._map[_STATES + number] = 0
 
-    def clear_buffer(self) -> None:
-        """All events of the buffer are in the table."""
+    def clear_buffer(self, length: int = EVENT_BUFFER) -> None:
+        """All events of the buffer, its first ``length`` bytes, are in the table.
+
+        All of them are zeroed: if they stayed behind a zero in front, a shorter batch that is read over them would end in what is left of the longer one,
+        and if its reader died before clearing it, the numbers in that would be taken for events. The front goes first, so that a clearing which is cut
+        off leaves no batch; its rest goes when the next worker clears the whole buffer.
+        """
         self._map[:4] = bytes(4)
+        self._map[4:length] = bytes(max(0, length - 4))
 
     def numbers(self) -> dict[int, bytes]:
         """The events in hand, and those only read so far, with their digests (empty if unknown)."""

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
@@ -94,6 +94,7 @@ class LayerMounts:
         self._mounters = mounters
         self._linger = linger
         self._lock = threading.Lock()
+        self._taking = threading.Lock()
         self._layers: dict[tuple[Digest, str], _Layer] = {}
         self._files: dict[Digest, LayerFiles] = {}
         self._device = directory.layers.stat().st_dev
@@ -167,6 +168,12 @@ class LayerMounts:
             self._layers[digest, use.driver] = _Layer(use, Path(mount.target), files, mounted=True, idle_since=time.monotonic())
         return detached
 
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """No further layer's files come into use while the context lasts: what is not in use may be removed. Fetching goes on."""
+        with self._taking:
+            yield
+
     def segments_in_use(self) -> set[str]:
         """The names of all segments of mounted layers."""
         with self._lock:
@@ -199,7 +206,7 @@ class LayerMounts:
         """Mount a layer unless it is; under its lock."""
         use = layer.use
         if layer.files is None:
-            layer.files = layer_files(self._directory, use.store, use.digest, self._stores.get, self._cache.fetcher.limits)
+            layer.files = self._take_files(layer)
         self._files[use.digest] = layer.files
         try:
             self._mounters[use.driver].check()
@@ -212,6 +219,16 @@ class LayerMounts:
             layer.mounted = True
         except OSError as error:
             raise map_os_error(error, str(layer.path)) from error
+
+    def _take_files(self, layer: _Layer) -> LayerFiles:
+        """A layer's files, in use from now on; fetched again if the cache was cleared before that could be said."""
+        use = layer.use
+        while True:
+            files = layer_files(self._directory, use.store, use.digest, self._stores.get, self._cache.fetcher.limits)
+            with self._taking:
+                if all(path.exists() for path in files_of(self._directory, files)):
+                    layer.files = files
+                    return files
 
     def _leave(self, layer: _Layer) -> None:
         """Unmount a layer if still nobody uses it; under its lock, for which a new user waits."""

@@ -26,7 +26,7 @@ from dsec_layers.fuse.layers import LayerMounts, Stores
 from dsec_layers.fuse.records import Holder, LayerUse, LeaseRecord, MountRecord, Records
 from dsec_layers.layers.descriptor import Kind
 from dsec_layers.layers.manifest import Layer
-from dsec_layers.linux.mount import mount_bind, mount_overlay, umount
+from dsec_layers.linux.mount import MountTarget, mount_bind, mount_overlay, umount
 from dsec_layers.linux.mountinfo import MountPoint, is_mount_point, read_mounts
 
 __all__ = ["MAX_LOWERS", "Manager"]
@@ -157,30 +157,33 @@ class Manager:
             before = self._mounts.get(target)
             if before is not None and not before.answered and (before.digest, before.store, before.driver) == (digest, store, driver):
                 return before
-            _check_target(target)
-            value = manifest(self._directory, store, check_digest(digest), self._stores.get, self._cache.fetcher.limits)
-            members = [digest] if isinstance(value, Layer) else [item.digest for _, item in value.layers]
-            if len(members) > MAX_LOWERS:
-                raise LimitError(f"{len(members)} layers, the kernel's overlayfs stacks at most {MAX_LOWERS}")
-            identifier = os.urandom(8).hex()
-            record = MountRecord(identifier, target, digest, store, label, driver, identifier, members, time.time())
-            self._save(record)
-            try:
-                paths = self.attach(identifier, store, members, Holder(target=target), driver)
-                if isinstance(value, Layer) and value.kind is Kind.BASE:
-                    mount_bind(paths[0], target)
-                else:
-                    # Also for one layer, above an empty directory: in the layer itself whiteouts would show as devices.
-                    empty = [] if len(paths) > 1 else [self._empty_directory()]
-                    mount_overlay(target, [*reversed(paths), *empty], source=f"{_SOURCE}{identifier}")
-            except BaseException:
-                self.release(identifier)
-                self._records.remove(record)
-                raise
-            record = replace(record, done=True)
-            self._save(record)
-            self._mounts[target] = record
-            return record
+            with MountTarget(target) as place:
+                return self._mount(store, digest, place, label, driver)
+
+    def _mount(self, store: str, digest: Digest, place: MountTarget, label: str, driver: str) -> MountRecord:
+        value = manifest(self._directory, store, check_digest(digest), self._stores.get, self._cache.fetcher.limits)
+        members = [digest] if isinstance(value, Layer) else [item.digest for _, item in value.layers]
+        if len(members) > MAX_LOWERS:
+            raise LimitError(f"{len(members)} layers, the kernel's overlayfs stacks at most {MAX_LOWERS}")
+        identifier = os.urandom(8).hex()
+        record = MountRecord(identifier, place.path, digest, store, label, driver, identifier, members, time.time())
+        self._save(record)
+        try:
+            paths = self.attach(identifier, store, members, Holder(target=place.path), driver)
+            if isinstance(value, Layer) and value.kind is Kind.BASE:
+                mount_bind(paths[0], place)
+            else:
+                # Also for one layer, above an empty directory: in the layer itself whiteouts would show as devices.
+                empty = [] if len(paths) > 1 else [self._empty_directory()]
+                mount_overlay(place, [*reversed(paths), *empty], source=f"{_SOURCE}{identifier}")
+        except BaseException:
+            self.release(identifier)
+            self._records.remove(record)
+            raise
+        record = replace(record, done=True)
+        self._save(record)
+        self._mounts[place.path] = record
+        return record
 
     def answered(self, identifier: str) -> None:
         """Whoever asked for the mount has the answer: asking again is a mistake from now on."""
@@ -234,18 +237,22 @@ class Manager:
             return not (self._leases or self._mounts or self._busy or any(True for _ in self._layers.rows()))
 
     def clear(self) -> Usage:
-        """Remove every segment and all metadata that no live mount uses; returns what the segments took."""
+        """Remove every segment and all metadata that no live mount uses; returns what the segments took.
+
+        A layer that is being mounted comes into use before (then it stays whole) or after (then it is fetched anew).
+        """
         self._layers.sweep(now=True)
-        freed = self._cache.clear(self._layers.segments_in_use())
-        keep = set(self._layers.forget_files())
-        kept_files = self._layers.files_in_use()
-        for folder in (self._directory.metadata, self._directory.images):
-            for path in folder.iterdir():
-                if path not in kept_files:
-                    path.unlink(missing_ok=True)
-        for digest, _ in list(self._records.known()):
-            if digest not in keep:
-                self._records.forget(digest)
+        with self._layers.held_back():
+            freed = self._cache.clear(self._layers.segments_in_use())
+            keep = set(self._layers.forget_files())
+            kept_files = self._layers.files_in_use()
+            for folder in (self._directory.metadata, self._directory.images):
+                for path in folder.iterdir():
+                    if path not in kept_files:
+                        path.unlink(missing_ok=True)
+            for digest, _ in list(self._records.known()):
+                if digest not in keep:
+                    self._records.forget(digest)
         return freed
 
     def release_all(self) -> None:
@@ -309,15 +316,3 @@ class Manager:
         finally:
             with self._lock:
                 self._busy.discard(target)
-
-
-def _check_target(target: str) -> None:
-    path = Path(target)
-    if not path.is_absolute() or os.path.realpath(target) != target:
-        raise UsageError(f"{target} is not an absolute path without links")
-    if not path.exists():
-        raise NotFound(f"{target} does not exist", hint=f"mkdir {target}")
-    if not path.is_dir():
-        raise UsageError(f"{target} is not a directory")
-    if is_mount_point(path) is not None:
-        raise Conflict(f"something is mounted at {target} already", hint=f"umount {target} first, or choose another directory")

@@ -15,17 +15,23 @@ import pytest
 
 from dsec_layers.cache.directory import CacheDirectory
 from dsec_layers.cache.fetch import Fetcher, Limits
+from dsec_layers.cache.metadata import LayerFiles
 from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.digest import content_digest
 from dsec_layers.errors import DsecError
 from dsec_layers.fuse.host import Host, open_host
+from dsec_layers.fuse.layers import LayerMounts, Stores
+from dsec_layers.fuse.manager import Manager
+from dsec_layers.fuse.records import LayerUse, Records
 from dsec_layers.layers.frames import compress
 from dsec_layers.linux.mount import umount
 from dsec_layers.linux.mountinfo import read_mounts
 from dsec_layers.linux.process import start_time
 from dsec_layers.segment import Segment
 from dsec_layers.store.base import Store
+from dsec_layers.store.posix import PosixStore
 from dsec_layers.store.transfer import put_bytes
+from tests.store_samples import content, make_layer
 
 QUICK = Limits(fetches=4, deadline=20.0, pause=0.01, longest_pause=0.05)
 
@@ -152,3 +158,48 @@ def cached_bytes(path: Path) -> int:
         if libc.syscall(451, stream.fileno(), span, found, 0) != 0:
             pytest.skip("this kernel has no cachestat(2)")
     return 4096 * int(found[0])
+
+
+class DryDriver:
+    """Does what the fanotify driver does up to the mount itself."""
+
+    def __init__(self, cache: SegmentCache) -> None:
+        self._cache = cache
+        self.mounted: list[LayerFiles] = []
+
+    def mount(self, files: LayerFiles, target: Path) -> None:
+        assert files.image.exists()
+        with self._cache.devices(files.names, files.sizes) as devices:
+            assert all(Path(device).exists() for device in devices)
+        self.mounted.append(files)
+
+    def check(self) -> None:
+        pass
+
+
+class Stage:
+    """One layer in a store, and the mount daemon's manager without the daemon."""
+
+    def __init__(self, place: Path) -> None:
+        store = PosixStore(place / "store")
+        self.sample = make_layer(store, {"a": content(1, 100_000)})
+        self.use = LayerUse(self.sample.digest, store.url, "test")
+        self.directory = CacheDirectory(place / "cache")
+        stores = Stores()
+        self.fetcher = Fetcher(stores.get, QUICK)
+        self.cache = SegmentCache(self.directory, self.fetcher)
+        records = Records(self.directory.state, self.directory.boot)
+        self.driver = DryDriver(self.cache)
+        self.layers = LayerMounts(self.directory, self.cache, stores, records, {"test": self.driver}, linger=600)
+        self.manager = Manager(self.directory, self.cache, stores, records, self.layers)
+
+    def close(self) -> None:
+        self.fetcher.close()
+        self.directory.close()
+
+    def is_whole(self) -> bool:
+        """Whether the segments of the layer, and what describes it, are in the cache by name."""
+        (files,) = self.driver.mounted
+        folders = (self.directory.absent, self.directory.present)
+        segments = all(any((folder / name).exists() for folder in folders) for name in files.names)
+        return segments and files.image.exists() and len(list(self.directory.metadata.iterdir())) == 3

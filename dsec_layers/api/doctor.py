@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsec_layers.errors import DsecError
+from dsec_layers.linux.mountinfo import file_system_of
 from dsec_layers.proc import find_tool, tool_version
 
 __all__ = ["Check", "doctor"]
@@ -84,7 +85,7 @@ def _cache(cache: Path) -> Check:
     place = cache
     while not place.exists():
         place = place.parent
-    kind = _filesystem_of(place)
+    kind = file_system_of(place)
     if kind in _CACHE_FILESYSTEMS:
         return Check("cache file system", "ok", f"{place} is {kind}", "the fanotify driver")
     return Check(
@@ -118,14 +119,6 @@ def _tool(name: str, least: tuple[int, int], purpose: str, package: str) -> Chec
     if version and version[:2] < least:
         return Check(name, "missing", f"{text}, {least[0]}.{least[1]} needed", purpose, f"a newer {package}")
     return Check(name, "ok", text, purpose)
-
-
-def _filesystem_of(path: Path) -> str:
-    """The type of the mount ``path`` lies on, by its device number in mountinfo."""
-    status = path.stat()
-    device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
-    kinds = [line.split(" - ")[1].split()[0] for line in _lines("/proc/self/mountinfo") if line.split()[2] == device]
-    return kinds[-1] if kinds else "unknown"
 
 
 def _lines(path: str) -> list[str]:

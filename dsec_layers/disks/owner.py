@@ -20,6 +20,7 @@ from dsec_layers.disks.local import LocalDisk
 from dsec_layers.disks.state import DiskState, Parent
 from dsec_layers.errors import Conflict, DsecError, HostError, UsageError
 from dsec_layers.fuse import control
+from dsec_layers.linux.unixsocket import remove_socket, socket_identity
 
 __all__ = ["ControlServer", "Owner", "Served", "owner_of", "served"]
 
@@ -148,14 +149,15 @@ class ControlServer:
         self._status = status
         self._stop = stop
         self._listener = control.listen(disk.path)
+        self._identity = socket_identity(disk.path / control.SOCKET)
         threading.Thread(target=self._accept, name="disk-control", daemon=True).start()
 
     def close(self) -> None:
         """Take no more requests. The socket's name goes."""
+        remove_socket(self._disk.path / control.SOCKET, self._identity)
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        (self._disk.path / control.SOCKET).unlink(missing_ok=True)
 
     def _accept(self) -> None:
         while True:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Self, TypeAlias
 
-from dsec_layers.errors import Conflict, DsecError, HostError, NotFound
+from dsec_layers.errors import Conflict, DsecError, HostError, NotFound, UsageError
+from dsec_layers.linux.mountinfo import mount_of
 
-__all__ = ["mount_bind", "mount_erofs", "mount_overlay", "umount"]
+__all__ = ["MountTarget", "mount_bind", "mount_erofs", "mount_overlay", "umount"]
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
@@ -27,6 +29,7 @@ _SET_FLAG, _SET_STRING, _CMD_CREATE = 0, 1, 6
 _FSMOUNT_CLOEXEC = 1
 _MOUNT_ATTR_RDONLY = 1
 _MOVE_MOUNT_F_EMPTY_PATH = 4
+_MOVE_MOUNT_T_EMPTY_PATH = 0x40
 _AT_FDCWD = -100
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
 
@@ -45,6 +48,63 @@ def _call(number: int, *arguments: int | bytes | None) -> int:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return result
+
+
+class MountTarget:
+    """A directory that was looked at and can be mounted on, held by a descriptor so that the mount comes to it and not to what has its name by then.
+
+    ``path`` must be absolute and without links (UsageError), an existing directory (NotFound, UsageError) on which nothing is mounted (Conflict).
+    Use as a context, or close.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        wrong = UsageError(f"{path} is not an absolute path without links")
+        if not os.path.isabs(path):  # noqa: PTH117 - a Path would tidy it
+            raise wrong
+        try:
+            self.fd = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NotFound(f"{path} does not exist", hint=f"mkdir {path}") from error
+        except OSError as error:
+            raise HostError(f"cannot open {path}: {error.strerror}") from error
+        try:
+            mode = os.fstat(self.fd).st_mode
+            if stat.S_ISLNK(mode) or not self.is_in_place():
+                raise wrong
+            if not stat.S_ISDIR(mode):
+                raise UsageError(f"{path} is not a directory")
+            mount = mount_of(self.fd)
+            if mount is not None and mount.target == path:
+                raise Conflict(f"something is mounted at {path} already", hint=f"umount {path} first, or choose another directory")
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def is_in_place(self) -> bool:
+        """Whether the directory still has the path."""
+        return os.readlink(f"/proc/self/fd/{self.fd}") == self.path  # noqa: PTH115 - a Path would tidy it
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        os.close(self.fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _attach(mount: int, target: StrPath | MountTarget) -> None:
+    """Put the mount that a descriptor is of at ``target``. Raises OSError; Conflict, and nothing is mounted, if the target was moved away meanwhile."""
+    if not isinstance(target, MountTarget):
+        _call(_MOVE_MOUNT, mount, b"", _AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH)
+        return
+    _call(_MOVE_MOUNT, mount, b"", target.fd, b"", _MOVE_MOUNT_F_EMPTY_PATH | _MOVE_MOUNT_T_EMPTY_PATH)
+    if not target.is_in_place():
+        _libc.umount2(b"/proc/self/fd/%d" % mount, _MNT_DETACH)
+        raise Conflict(f"{target.path} was moved while something was being mounted there", hint="try again")
 
 
 class _Context:
@@ -99,17 +159,17 @@ class _Context:
             self._opened[path] = fd
         return fd
 
-    def mount(self, target: StrPath, attributes: int = 0) -> None:
+    def mount(self, target: StrPath | MountTarget, attributes: int = 0) -> None:
         """Create the file system and put it at ``target``."""
         self._config(_CMD_CREATE, None, None)
         try:
             fd = _call(_FSMOUNT, self._fd, _FSMOUNT_CLOEXEC, attributes)
             try:
-                _call(_MOVE_MOUNT, fd, b"", _AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH)
+                _attach(fd, target)
             finally:
                 os.close(fd)
         except OSError as error:
-            raise self._failure(error, os.fspath(target)) from error
+            raise self._failure(error, _name(target)) from error
 
     def _config(self, command: int, key: str | None, value: bytes | None) -> None:
         try:
@@ -143,6 +203,10 @@ class _Context:
         return "; ".join(lines)
 
 
+def _name(target: StrPath | MountTarget) -> str:
+    return target.path if isinstance(target, MountTarget) else os.fspath(target)
+
+
 def mount_erofs(metadata: StrPath, target: StrPath, devices: Sequence[StrPath] = (), flags: Sequence[str] = ()) -> None:
     """Mount the EROFS image ``metadata`` (a file or block device) read-only at ``target``, with its extra devices in order.
 
@@ -159,7 +223,7 @@ def mount_erofs(metadata: StrPath, target: StrPath, devices: Sequence[StrPath] =
 
 
 def mount_overlay(
-    target: StrPath,
+    target: StrPath | MountTarget,
     lowers: Sequence[StrPath],
     *,
     upper: StrPath | None = None,
@@ -172,7 +236,7 @@ def mount_overlay(
     ``upper`` and ``work`` make it writable. ``options`` are further overlayfs options, None for those without a value. ``source`` is what
     /proc/mounts shows. Needs Linux >= 6.8 (``lowerdir+``). Raises HostError with the kernel's message. Source: Documentation/filesystems/overlayfs.rst.
     """
-    with _Context("overlay", f"cannot mount an overlay at {os.fspath(target)}") as context:
+    with _Context("overlay", f"cannot mount an overlay at {_name(target)}") as context:
         context.text("source", source)
         for lower in lowers:
             context.path("lowerdir+", lower)
@@ -188,16 +252,16 @@ def mount_overlay(
         context.mount(target, _MOUNT_ATTR_RDONLY if upper is None else 0)
 
 
-def mount_bind(source: StrPath, target: StrPath) -> None:
+def mount_bind(source: StrPath, target: StrPath | MountTarget) -> None:
     """Show the mount at the directory ``source`` at ``target`` as well, without what is mounted inside it. Raises HostError."""
     try:
         fd = _call(_OPEN_TREE, _AT_FDCWD, os.fsencode(source), _OPEN_TREE_CLONE | os.O_CLOEXEC)
         try:
-            _call(_MOVE_MOUNT, fd, b"", _AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH)
+            _attach(fd, target)
         finally:
             os.close(fd)
     except OSError as error:
-        raise HostError(f"cannot bind {os.fspath(source)} to {os.fspath(target)}: {error.strerror}") from error
+        raise HostError(f"cannot bind {os.fspath(source)} to {_name(target)}: {error.strerror}") from error
 
 
 def umount(target: StrPath, lazy: bool = False) -> None:

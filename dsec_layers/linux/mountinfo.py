@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["MountPoint", "file_system_of", "is_mount_point", "read_mounts"]
+__all__ = ["MountPoint", "file_system_of", "is_mount_point", "mount_of", "read_mounts"]
 
+TABLE: Final = Path("/proc/self/mountinfo")
 _ESCAPE: Final = re.compile(rb"\\([0-7]{3})")
 
 
@@ -24,7 +25,7 @@ class MountPoint:
     source: str
 
 
-def read_mounts(table: Path = Path("/proc/self/mountinfo")) -> list[MountPoint]:
+def read_mounts(table: Path = TABLE) -> list[MountPoint]:
     """All mounts, in the order in which they were made: of several on one target the last is the visible one."""
     return [_parse(line) for line in table.read_bytes().splitlines()]
 
@@ -35,11 +36,21 @@ def is_mount_point(path: Path) -> MountPoint | None:
     return next((mount for mount in reversed(read_mounts()) if mount.target == wanted), None)
 
 
-def file_system_of(path: Path) -> str:
-    """The type of the file system that holds ``path``: ext4, tmpfs, … ; "unknown" if the table does not say."""
+def mount_of(fd: int) -> MountPoint | None:
+    """The mount that an open file was opened in, or None if this namespace has it no more."""
+    lines = Path(f"/proc/self/fdinfo/{fd}").read_bytes().splitlines()
+    identifier = next(int(line.split()[1]) for line in lines if line.startswith(b"mnt_id:"))
+    return next((mount for mount in read_mounts() if mount.identifier == identifier), None)
+
+
+def file_system_of(path: Path, table: Path = TABLE) -> str:
+    """The type of the file system that holds ``path``: ext4, tmpfs, … ; "unknown" if the table does not say. The mount itself is not asked: it may hang.
+
+    Links in ``path`` are followed before.
+    """
     wanted = path.resolve()
     best: MountPoint | None = None
-    for mount in read_mounts():
+    for mount in read_mounts(table):
         target = Path(mount.target)
         if (wanted == target or target in wanted.parents) and (best is None or len(mount.target) >= len(best.target)):
             best = mount

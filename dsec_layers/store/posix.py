@@ -29,6 +29,7 @@ from dsec_layers.descriptors import Descriptors, OpenFile
 from dsec_layers.digest import Buffer, Digest, check_digest
 from dsec_layers.errors import CorruptError, NotFound, StoreError, UsageError
 from dsec_layers.fsio import fsync_directory, map_os_error, pread_exact, write_atomic
+from dsec_layers.linux.mountinfo import TABLE, file_system_of
 from dsec_layers.store.base import BlobInfo, BlobWriter, Capabilities, Ref, Store, check_range
 from dsec_layers.store.posix_refs import PosixRefs, make_directory
 
@@ -80,15 +81,9 @@ def open_url(url: str, *, create: bool = True) -> Store:
     return PosixStore(Path(unquote(parts.path)), create=create, patience=patience, keep_removed=keep)
 
 
-def is_3fs(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> bool:
+def is_3fs(path: Path, table: Path = TABLE) -> bool:
     """Whether ``path`` (absolute, without symbolic links) is on a 3FS mount, by the mount table alone."""
-    best, kind = "", ""
-    for line in mountinfo.read_bytes().decode(errors="surrogateescape").splitlines():
-        left, _, right = line.partition(" - ")
-        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), left.split(" ")[4])
-        if len(point) >= len(best) and (path == Path(point) or Path(point) in path.parents):
-            best, kind = point, right.split(" ")[0]
-    return kind == "fuse.hf3fs"
+    return file_system_of(path, table) == "fuse.hf3fs"
 
 
 class PosixStore:

@@ -6,70 +6,25 @@ import errno
 import ipaddress
 import os
 import socket
-import stat
 from pathlib import Path
 
 from dsec_layers.errors import Conflict, HostError, UsageError
+from dsec_layers.linux import unixsocket
+from dsec_layers.linux.unixsocket import remove_socket, socket_identity
 
 __all__ = ["listen_tcp", "listen_unix", "remove_socket", "socket_identity"]
 
 _BACKLOG = 128
 _MAX_PATH = 107
-_PROBE_SECONDS = 1.0
 
 
 def listen_unix(path: Path) -> socket.socket:
-    """A listening socket at ``path``, mode 0600. A socket that a dead server left there is replaced, a living one's raises Conflict."""
+    """A listening socket at ``path``, as linux/unixsocket.py makes them. UsageError for a path that NBD's clients could not name."""
     if len(os.fsencode(path)) > _MAX_PATH:
-        raise UsageError(f"the path of a Unix socket has at most {_MAX_PATH} bytes: {path}")
-    _clear_way(path)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.bind(os.fspath(path))
-        path.chmod(0o600)  # before listen(): until then nobody can connect
-        sock.listen(_BACKLOG)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise Conflict(f"{path} was taken by another server just now") from error
-        raise HostError(f"cannot listen on {path}: {error.strerror}") from error
-    return sock
-
-
-def _clear_way(path: Path) -> None:
-    try:
-        mode = path.lstat().st_mode
-    except OSError:
-        return  # nothing there, or nothing that can be looked at: bind() says what is wrong
-    if not stat.S_ISSOCK(mode):
-        raise Conflict(f"{path} exists and is not a socket")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(_PROBE_SECONDS)
-        try:
-            probe.connect(os.fspath(path))
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-            return
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise Conflict(f"{path} is in use: {error.strerror or error}") from error
-    raise Conflict(f"another server listens on {path}")
-
-
-def socket_identity(path: Path) -> tuple[int, int]:
-    """What tells a socket from another one that was put in its place."""
-    status = path.lstat()
-    return status.st_dev, status.st_ino
-
-
-def remove_socket(path: Path, identity: tuple[int, int]) -> None:
-    """Remove the name of a listening socket, unless another server has put its own there meanwhile."""
-    try:
-        if socket_identity(path) == identity:
-            path.unlink()
-    except OSError:
-        pass
+        raise UsageError(
+            f"the path of a Unix socket has at most {_MAX_PATH} bytes: {path}", hint="choose a shorter one: clients have no way around it"
+        )
+    return unixsocket.listen_unix(path)
 
 
 def listen_tcp(host: str, port: int, *, anywhere: bool) -> socket.socket:

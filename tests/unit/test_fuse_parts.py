@@ -7,15 +7,19 @@ import socket
 import struct
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dsec_layers import errors
+from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.errors import DsecError, HostError
 from dsec_layers.fuse import control, keeper
 from dsec_layers.fuse.control import error_from, error_message, receive, send
+from dsec_layers.fuse.events import EventServer
 from dsec_layers.fuse.keeper import Hand
 from dsec_layers.fuse.records import Holder, LayerUse, LeaseRecord, MountRecord, Records
 from dsec_layers.fuse.requirements import check_fanotify
@@ -58,6 +62,37 @@ def test_the_hand_remembers_events_across_processes() -> None:
     other.set_ready()
     assert (before, hand.ready) == (False, True)
     os.close(fd)
+
+
+def test_b4_a_short_batch_after_a_long_one_leaves_nothing_of_the_long_one(tmp_path: Path) -> None:
+    """A worker serves a long batch, reads a short one and is killed before it can note it: the next takes over the short one, and closes nothing else."""
+    memory = Hand.create()
+    group, kernel = socket.socketpair()
+    null = os.open("/dev/null", os.O_RDWR)
+    directory = SimpleNamespace(absent=tmp_path / "absent", present=tmp_path / "present")
+    cache = cast(SegmentCache, SimpleNamespace(directory=directory))
+    with group, kernel:
+        long_batch = [os.dup(null) for _ in range(5)]
+        kernel.sendall(b"".join(map(event, long_batch)))
+        hand = Hand(memory)
+        EventServer(group.fileno(), hand, cache, lambda _: ())._read()  # about no segment: answered with EIO, and closed
+        assert hand.numbers() == {}
+        innocent = [os.dup(null) for _ in range(5)]
+        assert innocent == long_batch, "the numbers are used again, for what is no event"
+        kernel.sendall(event(innocent[0]))
+        os.readv(group.fileno(), [hand.buffer])
+        other = Hand(memory)
+        assert other.numbers() == {innocent[0]: b""}
+        following = EventServer(group.fileno(), other, cache, lambda _: ())
+        following.start()
+        following.stop()
+        with pytest.raises(OSError):
+            os.fstat(innocent[0])
+        for fd in innocent[1:]:
+            os.close(fd)  # still open
+        assert not any(other.buffer), "also what a worker left that was killed while it cleared the buffer"
+    os.close(null)
+    os.close(memory)
 
 
 def test_the_keeper_loads_nothing_but_the_standard_library() -> None:

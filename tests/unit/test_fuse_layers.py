@@ -1,0 +1,50 @@
+"""Layer mounts and the cache below them, with a driver that mounts nothing."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from dsec_layers.cache.metadata import LayerFiles, layer_files
+from dsec_layers.cache.segments import Usage
+from dsec_layers.fuse import layers as module
+from tests.cache_kit import Stage
+
+
+def test_b5_the_cache_is_cleared_when_a_layer_was_fetched_but_not_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(tmp_path)
+    fetch = layer_files
+    cleared: list[Usage] = []
+
+    def fetch_and_clear(*arguments: object) -> LayerFiles:
+        files: LayerFiles = fetch(*arguments)  # type: ignore[arg-type]
+        if not cleared:
+            cleared.append(stage.manager.clear())
+        return files
+
+    monkeypatch.setattr(module, "layer_files", fetch_and_clear)
+    stage.layers.use(stage.use)
+    assert cleared and stage.is_whole()
+    stage.close()
+
+
+def test_b5_a_layer_is_mounted_while_the_cache_is_being_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(tmp_path)
+    clear = stage.cache.clear
+    mounting = threading.Thread(target=lambda: stage.layers.use(stage.use))
+
+    def mount_and_clear(keep: set[str]) -> Usage:
+        mounting.start()
+        mounting.join(0.5)  # has to wait, or is done: what was found not to be in use is removed now
+        return clear(keep)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stage.cache, "clear", mount_and_clear)
+        stage.manager.clear()
+    mounting.join(20)
+    assert stage.is_whole()
+    stage.manager.clear()
+    assert stage.is_whole()
+    stage.close()
