@@ -84,14 +84,16 @@ class Connection:
             self._progress.warning(f"NBD: a connection failed: {error}\n" + "".join(traceback.format_exception(error)))
         finally:
             self._socket.close()
+            self._transmission = None  # it refers to this object: its buffers are freed now, not when garbage is collected
 
     def stop(self) -> None:
         """Answer what has arrived, then end."""
         self._stopping = True
         if self._negotiation is not None:
             self._negotiation.stopping = True
-        if self._transmission is not None:
-            self._transmission.stop()
+        transmission = self._transmission
+        if transmission is not None:
+            transmission.stop()
         self._shutdown(socket.SHUT_RD)
 
     def make_room(self) -> bool:
@@ -105,8 +107,9 @@ class Connection:
 
     def abort(self) -> None:
         """End without waiting for anything."""
-        if self._transmission is not None:
-            self._transmission.abort()
+        transmission = self._transmission
+        if transmission is not None:
+            transmission.abort()
         self._cut()
 
     def _cut(self) -> None:

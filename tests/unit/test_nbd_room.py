@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -11,6 +15,11 @@ import pytest
 
 from dsec_layers.blocksource import BytesSource
 from dsec_layers.fuse.nbd import Export, Limits, Server
+from dsec_layers.fuse.nbd.connection import Connection
+from dsec_layers.fuse.nbd.negotiation import Negotiation
+from dsec_layers.fuse.nbd.sender import Sender
+from dsec_layers.fuse.nbd.transmission import Transmission
+from dsec_layers.fuse.nbd.workers import Workers
 from tests.nbd_client import Client
 
 DATA = bytes(range(256)) * 16
@@ -83,3 +92,71 @@ def test_b6_many_silent_clients_do_not_add_up(address: Path) -> None:
             time.sleep(0.005)
         assert threading.active_count() <= before + 9
         assert server.connections <= 8
+
+
+def leave(client: Client, how: str) -> None:
+    """Let the server's connection end in one of the ways there are."""
+    assert client.read(0, 4096) == DATA
+    if how == "disconnects":
+        client.disconnect()
+    elif how == "breaks the rules":
+        client.socket.sendall(bytes(28))
+        assert client.at_end()
+
+
+@pytest.mark.parametrize("how", ["disconnects", "is gone", "breaks the rules"])
+def test_b6_nothing_stays_of_who_has_left(address: Path, how: str) -> None:
+    """Not even until garbage is collected: one connection's buffers are hundreds of KiB."""
+    gc.collect()
+    gc.disable()
+    try:
+        with Server([Export(BytesSource(DATA))], unix=address) as server:
+            for _ in range(30):
+                with connect(server) as client:
+                    leave(client, how)
+            deadline = time.monotonic() + 5
+            while (left := kept()) and time.monotonic() < deadline:
+                time.sleep(0.005)
+            assert not left
+    finally:
+        gc.enable()
+
+
+def kept() -> list[str]:
+    """The names of the objects that belong to connections."""
+    kinds = Transmission, Connection, Sender, Workers, Negotiation
+    return [type(item).__name__ for item in gc.get_objects() if isinstance(item, kinds)]
+
+
+_SERVER = """
+import sys
+from pathlib import Path
+from dsec_layers.blocksource import BytesSource
+from dsec_layers.fuse.nbd import Export, Server
+with Server([Export(BytesSource(bytes(range(256)) * 16))], unix=Path(sys.argv[1])):
+    print(flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_b6_a_server_does_not_grow(address: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", _SERVER, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+
+        def resident() -> int:
+            return int(Path(f"/proc/{child.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+        def use(times: int) -> None:
+            for nth in range(times):
+                with Client(address) as client:
+                    client.greet()
+                    leave(client.go(), "disconnects" if nth % 2 else "is gone")
+
+        use(150)
+        before = resident()
+        use(1500)
+        assert resident() - before < 1.5 * (1 << 20)
+        assert child.stdin is not None
+        child.stdin.close()
+        assert child.wait(20) == 0
