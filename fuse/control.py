@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -19,7 +19,7 @@ from dsec_layers import errors
 from dsec_layers.errors import DsecError, HostError
 from dsec_layers.linux.unixsocket import connect_unix, listen_unix
 
-__all__ = ["SOCKET", "VERSION", "Message", "connect", "error_from", "error_message", "listen", "peer_uid", "receive", "send"]
+__all__ = ["SOCKET", "VERSION", "Message", "close_all", "connect", "error_from", "error_message", "listen", "peer_uid", "receive", "send"]
 
 Message: TypeAlias = dict[str, Any]
 
@@ -28,6 +28,7 @@ SOCKET: Final = "control"
 _LENGTH: Final = struct.Struct(">I")
 _LONGEST: Final = 64 << 20
 _MOST_FDS: Final = 16
+_FD: Final = struct.Struct("=i")
 _PEER: Final = struct.Struct("=iII")
 
 
@@ -65,10 +66,19 @@ def send(channel: socket.socket, message: Message, fds: Sequence[int] = ()) -> N
 
 
 def receive(channel: socket.socket) -> tuple[Message, list[int]] | None:
-    """One message and the descriptors that came with it; None when the other side has closed. Raises OSError, ValueError for what is no message."""
-    head, fds, _, _ = socket.recv_fds(channel, _LENGTH.size, _MOST_FDS)
+    """One message and the descriptors that came with it, which the caller closes (``close_all``); None when the other side has closed.
+
+    Raises OSError, ValueError for what is no message; nothing is open then that came along.
+    """
+    # Not socket.recv_fds: it takes flags and ignores them (CPython 3.11).
+    head, rows, flags, _ = channel.recvmsg(_LENGTH.size, socket.CMSG_LEN(_MOST_FDS * _FD.size), socket.MSG_CMSG_CLOEXEC)
+    rights = (data for level, kind, data in rows if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS))
+    fds = [fd for data in rights for (fd,) in _FD.iter_unpack(data[: len(data) // _FD.size * _FD.size])]
     try:
+        if flags & socket.MSG_CTRUNC:
+            raise ValueError(f"more than {_MOST_FDS} descriptors with a message, or none free here")
         if not head:
+            close_all(fds)
             return None
         head += _exactly(channel, _LENGTH.size - len(head))
         (length,) = _LENGTH.unpack(head)
@@ -78,12 +88,15 @@ def receive(channel: socket.socket) -> tuple[Message, list[int]] | None:
         if not isinstance(value, dict):
             raise ValueError("message is no object")  # noqa: TRY004 - what came is wrong, not a caller
     except BaseException:
-        for fd in fds:
-            os.close(fd)
+        close_all(fds)
         raise
-    for fd in fds:
-        os.set_inheritable(fd, False)
     return value, fds
+
+
+def close_all(fds: Iterable[int]) -> None:
+    """Close descriptors that came with a message and are not wanted."""
+    for fd in fds:
+        os.close(fd)
 
 
 def _exactly(channel: socket.socket, length: int) -> bytes:

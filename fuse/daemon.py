@@ -200,9 +200,12 @@ def _answers(cache: Path, seconds: float) -> bool:
         return False
     with channel:
         try:
-            return control.receive(channel) is not None
+            received = control.receive(channel)
         except (OSError, ValueError):
             return False
+    if received is not None:
+        control.close_all(received[1])
+    return received is not None
 
 
 if __name__ == "__main__":

@@ -204,11 +204,14 @@ class Host:
         if channel is None:
             return
         with channel:
-            self._greet((control.receive(channel) or ({}, []))[0])
+            hello, fds = control.receive(channel) or ({}, [])
+            control.close_all(fds)
+            self._greet(hello)
             control.send(channel, {"op": "stop", "force": force})
-            answer = control.receive(channel)
-            if answer is not None and "error" in answer[0]:
-                raise control.error_from(answer[0]["error"])
+            answer, fds = control.receive(channel) or ({}, [])
+            control.close_all(fds)
+            if "error" in answer:
+                raise control.error_from(answer["error"])
             control.receive(channel)  # the end of the connection
         self.close()
         self._await_end()
@@ -222,7 +225,10 @@ class Host:
         fds: list[int] = []
         self._ask("open", fds, piece={"digest": piece.name, **value})
         if len(fds) != 1:
-            raise HostError("the daemon sent no descriptor")
+            control.close_all(fds)
+            raise HostError(
+                f"the daemon of cache {self.cache} sent {len(fds)} descriptors, not one", hint="stop the daemon: it is not of this version"
+            )
         return fds[0]
 
     def open_present(self, piece: Segment) -> int | None:
@@ -262,7 +268,9 @@ class Host:
             else:
                 raise HostError(f"the daemon of cache {self.cache} closes every connection", hint=f"see {self.cache / LOG}")
         answer, descriptors = received
-        if fds is not None:
+        if fds is None or "error" in answer:
+            control.close_all(descriptors)
+        else:
             fds += descriptors
         if "error" in answer:
             raise control.error_from(answer["error"])
@@ -303,6 +311,7 @@ class Host:
                 hello = control.receive(channel)
                 if hello is None:
                     raise ConnectionResetError("no greeting")
+                control.close_all(hello[1])
                 self._greet(hello[0])
             except BaseException:
                 channel.close()

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.errors import Conflict, DsecError, UsageError
-from dsec_layers.fuse.control import VERSION, Message, error_message, peer_uid, receive, send
+from dsec_layers.fuse.control import VERSION, Message, close_all, error_message, peer_uid, receive, send
 from dsec_layers.fuse.events import EventServer
 from dsec_layers.fuse.layers import LayerMounts
 from dsec_layers.fuse.manager import Manager
@@ -106,8 +106,7 @@ class Service:
                 send(channel, {"version": VERSION, "pid": os.getpid(), "warnings": self._warnings(), "namespace": self._namespace})
                 while (received := receive(channel)) is not None:
                     message, fds = received
-                    for fd in fds:
-                        os.close(fd)  # no request brings any
+                    close_all(fds)  # no request brings any
                     with self._lock:
                         if self._ending:
                             return

@@ -26,6 +26,8 @@ __all__ = ["ControlServer", "Owner", "Served", "owner_of", "served"]
 
 _ANSWER: Final = 600.0
 _END: Final = 60.0
+_ROOT: Final = 0
+_ACCEPT_PAUSE: Final = 0.1
 
 
 class Owner(Protocol):
@@ -85,7 +87,8 @@ class Served:
             raise HostError(f"the server of {self._path} does not answer: {error}") from error
         if received is None:
             raise HostError(f"the server of {self._path} has ended")
-        answer = received[0]
+        answer, fds = received
+        control.close_all(fds)  # no answer brings any
         if "error" in answer:
             raise control.error_from(answer["error"])
         return answer.get("ok")
@@ -148,12 +151,14 @@ class ControlServer:
         self._disk = disk
         self._status = status
         self._stop = stop
+        self._closed = threading.Event()
         self._listener = control.listen(disk.path)
         self._identity = socket_identity(disk.path / control.SOCKET)
         threading.Thread(target=self._accept, name="disk-control", daemon=True).start()
 
     def close(self) -> None:
         """Take no more requests. The socket's name goes."""
+        self._closed.set()
         remove_socket(self._disk.path / control.SOCKET, self._identity)
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -164,18 +169,26 @@ class ControlServer:
             try:
                 channel, _ = self._listener.accept()
             except OSError:
-                return
+                if self._closed.wait(_ACCEPT_PAUSE):
+                    return
+                continue  # out of descriptors: let some connections end
             threading.Thread(target=self._serve, args=(channel,), name="disk-control-client", daemon=True).start()
 
     def _serve(self, channel: socket.socket) -> None:
-        with suppress(OSError, ValueError):
+        with channel, suppress(OSError, ValueError):
+            if control.peer_uid(channel) not in (os.geteuid(), _ROOT):
+                refused = HostError(f"the server of {self._disk.path} belongs to another user", hint="ask as that user, or as root")
+                control.send(channel, control.error_message(refused))
+                return
             while (received := control.receive(channel)) is not None:
+                message, fds = received
+                control.close_all(fds)  # no request brings any
                 try:
-                    answer = {"ok": self._answer(received[0])}
+                    answer = {"ok": self._answer(message)}
                 except DsecError as error:
                     answer = control.error_message(error)
                 control.send(channel, answer)
-                if received[0].get("op") == "stop":
+                if message.get("op") == "stop":
                     self._stop()
 
     def _answer(self, message: control.Message) -> Any:

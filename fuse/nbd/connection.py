@@ -8,6 +8,7 @@ import socket
 import ssl
 import struct
 import termios
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -65,6 +66,9 @@ class Connection:
         self._negotiation: Negotiation | None = None
         self._transmission: Transmission | None = None
         self._stopping = False
+        self._lock = threading.Lock()
+        self._finished = False
+        self._dropped = False
 
     def run(self) -> None:
         """Serve the client until it leaves, breaks the rules, or is told to."""
@@ -80,20 +84,32 @@ class Connection:
             self._progress.warning(f"NBD: a connection failed: {error}\n" + "".join(traceback.format_exception(error)))
         finally:
             self._socket.close()
+            self._transmission = None  # it refers to this object: its buffers are freed now, not when garbage is collected
 
     def stop(self) -> None:
         """Answer what has arrived, then end."""
         self._stopping = True
         if self._negotiation is not None:
             self._negotiation.stopping = True
-        if self._transmission is not None:
-            self._transmission.stop()
+        transmission = self._transmission
+        if transmission is not None:
+            transmission.stop()
         self._shutdown(socket.SHUT_RD)
+
+    def make_room(self) -> bool:
+        """End at once if the handshake is not finished; whether that was so (also: by an earlier call). A client that has finished it is left alone."""
+        with self._lock:
+            if self._finished:
+                return False
+            self._dropped = True
+        self._cut()
+        return True
 
     def abort(self) -> None:
         """End without waiting for anything."""
-        if self._transmission is not None:
-            self._transmission.abort()
+        transmission = self._transmission
+        if transmission is not None:
+            transmission.abort()
         self._cut()
 
     def _cut(self) -> None:
@@ -121,6 +137,8 @@ class Connection:
         while True:
             option, length = parse_option(self._receive(OPTION.size))
             reply, then = negotiation.answer(option, self._option_data(length))
+            if then is Next.TRANSMISSION:
+                self._finish_handshake()  # before the reply: whom it reaches has a place
             if reply:
                 self._send(reply)
             if then is Next.TLS:
@@ -130,6 +148,12 @@ class Connection:
                 return negotiation.session
             elif then is Next.CLOSE:
                 return None
+
+    def _finish_handshake(self) -> None:
+        with self._lock:
+            if self._dropped:
+                raise ProtocolError("the client had to make room during the handshake")
+            self._finished = True
 
     def _start_tls(self) -> None:
         """Nothing of the clear text can have been received beyond the option: the handshake never reads ahead."""

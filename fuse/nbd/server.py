@@ -76,7 +76,8 @@ class Server:
         self._identity = (0, 0)
         self._acceptor: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._connections: dict[threading.Thread, Connection] = {}
+        self._connections: dict[threading.Thread, Connection] = {}  # in the order of their coming
+        self._leaving: dict[threading.Thread, Connection] = {}  # those that had to make room, whose threads are about to end
         self._stopping = threading.Event()
 
     def __enter__(self) -> Self:
@@ -139,7 +140,7 @@ class Server:
         self._acceptor.join()
         listener.close()
         with self._lock:
-            open_connections = dict(self._connections)
+            open_connections = self._connections | self._leaving
         for connection in open_connections.values():
             connection.stop()
         if _join(open_connections, time.monotonic() + grace):
@@ -167,10 +168,10 @@ class Server:
         connection = Connection(sock, self._exports, mode=self._mode, context=self._context, limits=self._limits, progress=self._progress)
         thread = threading.Thread(target=self._run, args=(connection,), name="nbd-client", daemon=True)
         with self._lock:
-            full = len(self._connections) >= self._limits.connections
-            if not full:
+            room = len(self._connections) < self._limits.connections or self._make_room()
+            if room:
                 self._connections[thread] = connection
-        if full:
+        if not room:
             self._progress.warning(f"NBD: a client was turned away, {self._limits.connections} are connected")
             sock.close()
             return
@@ -182,12 +183,22 @@ class Server:
                 del self._connections[thread]
             sock.close()
 
+    def _make_room(self) -> bool:
+        """Drop the client that has been at its handshake for longest; under the lock. False if all have finished theirs, who keep their places."""
+        for thread, connection in self._connections.items():
+            if connection.make_room():
+                del self._connections[thread]
+                self._leaving[thread] = connection
+                return True
+        return False
+
     def _run(self, connection: Connection) -> None:
         try:
             connection.run()
         finally:
             with self._lock:
                 self._connections.pop(threading.current_thread(), None)
+                self._leaving.pop(threading.current_thread(), None)
 
 
 def serve(

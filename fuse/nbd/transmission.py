@@ -57,7 +57,7 @@ _LAST_ROUNDS = 64
 class Limits:
     """Bounds on what clients can make a server hold.
 
-    ``connections`` at a time; ``handshake_seconds`` from connecting to the transmission phase; for each connection ``workers`` threads,
+    ``connections`` at a time (a client in its handshake makes room for a new one); ``handshake_seconds`` from connecting to the transmission phase; for each connection ``workers`` threads,
     ``requests`` in flight and ``payload`` bytes in flight (one request may have 32 MiB).
     """
 
