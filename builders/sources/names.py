@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from dsec_layers.erofs.overlay import TRUSTED_PREFIX
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.errors import InputError, LimitError, UsageError
 
@@ -105,7 +106,7 @@ def keeps_xattr(name: bytes) -> bool:
 
     ``trusted.overlay.*`` tells overlayfs how a directory sits on the one below; carried into a layer it would hide or redirect names there.
     """
-    return name in _ACLS or (name.startswith(_KEPT) and not name.startswith(b"trusted.overlay."))
+    return name in _ACLS or (name.startswith(_KEPT) and not name.startswith(TRUSTED_PREFIX))
 
 
 def check_xattr(path: bytes, name: bytes, value: bytes) -> None:

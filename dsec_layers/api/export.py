@@ -18,8 +18,9 @@ from dsec_layers.api.content import LayerContent, open_layer
 from dsec_layers.api.look import open_view
 from dsec_layers.api.session import Session
 from dsec_layers.api.tarout import TarWriter
-from dsec_layers.api.view import OPAQUE, Entry, is_whiteout, walk
+from dsec_layers.api.view import Entry, walk
 from dsec_layers.digest import Buffer, Digest, sha256_digest
+from dsec_layers.erofs.overlay import is_opaque, is_whiteout, opaque_name, whiteout_name, without_overlay
 from dsec_layers.erofs.tree import BLOCK, HOLE, Inode, Tree
 from dsec_layers.erofs.writer import render
 from dsec_layers.errors import Conflict, NotFound, UsageError
@@ -229,15 +230,13 @@ def _oci_layer(session: Session, digest: Digest, blobs: Path) -> tuple[dict[str,
 
 def _oci_entry(writer: TarWriter, layer: LayerContent, path: bytes, inode: Inode) -> None:
     if is_whiteout(inode):
-        directory, _, name = path.rpartition(b"/")
-        writer.whiteout((directory + b"/" if directory else b"") + b".wh." + name)
+        writer.whiteout(whiteout_name(path))
         return
     regular = stat.S_ISREG(inode.mode)
     pieces, regions = (layer.pieces(inode), layer.regions(inode)) if regular else ((), None)
-    xattrs = tuple(pair for pair in inode.xattrs if not pair[0].startswith(b"trusted.overlay."))
-    writer.add(path or b".", inode, pieces, regions, identity=id(inode), xattrs=xattrs)
-    if (OPAQUE, b"y") in inode.xattrs:
-        writer.whiteout((path + b"/" if path else b"") + b".wh..wh..opq")
+    writer.add(path or b".", inode, pieces, regions, identity=id(inode), xattrs=without_overlay(inode))
+    if is_opaque(inode):
+        writer.whiteout(opaque_name(path))
 
 
 def _oci_blob(blobs: Path, data: bytes, media_type: str) -> dict[str, Any]:
