@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from uuid import UUID
 
 from dsec_layers.api.diskinputs import BlobFile, DiskInput, made_ext4, open_input
 from dsec_layers.api.disks import FORMATS, PACKINGS, DiskInfo, Sealed, find_disk, info, pieces, publish_as, store_of
 from dsec_layers.api.environment import Verified
+from dsec_layers.api.ocilayout import LayoutWriter
 from dsec_layers.api.session import Session
-from dsec_layers.digest import sha256_digest
 from dsec_layers.disks.files import DiskFiles, GenerationReader, check_size
 from dsec_layers.disks.source import ReadOnlySource
 from dsec_layers.disks.state import read_state
@@ -24,9 +24,7 @@ from dsec_layers.disks.stored import StoredDisk, publish_file, publish_layer
 from dsec_layers.errors import Conflict, CorruptError, DsecError, ToolError, UsageError
 from dsec_layers.fsio import map_os_error, publish, pwrite_all
 from dsec_layers.fuse.nbd import Export, run_captive
-from dsec_layers.layers.descriptor import MANIFEST
 from dsec_layers.layers.disk import DiskLayer
-from dsec_layers.layers.manifest import canonical_json
 from dsec_layers.overlaybd import Disk, LsmtLayer, Packing
 from dsec_layers.overlaybd import merge as merge_layers
 from dsec_layers.overlaybd.config import ImageConfig, LowerConfig, render_config
@@ -40,7 +38,6 @@ __all__ = ["OUTPUTS", "Converted", "convert", "merge", "resize", "seal", "verify
 
 OUTPUTS: Final = ("raw", "qcow2", "overlaybd", "oci")
 _STEP: Final = 4 << 20
-_OCI_CONFIG: Final = "application/vnd.oci.image.config.v1+json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,26 +260,12 @@ def _write_overlaybd(session: Session, opened: DiskInput, output: Path) -> None:
 
 def _write_oci(session: Session, opened: DiskInput, output: Path) -> None:
     with _directory(output) as work:
-        blobs = work / "blobs/sha256"
-        blobs.mkdir(parents=True)
-
-        def put(data: bytes, media_type: str) -> dict[str, Any]:
-            digest = sha256_digest(data)
-            (blobs / digest.removeprefix("sha256:")).write_bytes(data)
-            return {"mediaType": media_type, "digest": digest, "size": len(data)}
-
-        layers = []
+        writer = LayoutWriter(work)
         for blob in _blobs(session, opened, work):
             assert blob.digest is not None
             size = blob.path.stat().st_size
-            blob.path.rename(blobs / blob.digest.removeprefix("sha256:"))
-            layers.append(layer_descriptor(BlobInfo(blob.digest, size, fs_type=blob.fs_type)))
-        diff_ids = [layer["digest"] for layer in layers]
-        config = {"architecture": "amd64", "os": "linux", "config": {}, "rootfs": {"type": "layers", "diff_ids": diff_ids}}
-        value = {"schemaVersion": 2, "mediaType": MANIFEST, "config": put(canonical_json(config), _OCI_CONFIG), "layers": layers}
-        described = put(canonical_json(value), MANIFEST)
-        (work / "oci-layout").write_bytes(b'{"imageLayoutVersion":"1.0.0"}')
-        (work / "index.json").write_bytes(canonical_json({"schemaVersion": 2, "manifests": [described]}))
+            writer.layer(blob.path, layer_descriptor(BlobInfo(blob.digest, size, fs_type=blob.fs_type)), blob.digest)
+        writer.finish({})
 
 
 def _blobs(session: Session, opened: DiskInput, work: Path) -> Iterator[BlobFile]:
