@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -22,7 +20,7 @@ from dsec_layers.disks.source import ReadOnlySource
 from dsec_layers.disks.state import read_state
 from dsec_layers.disks.stored import StoredDisk, publish_file, publish_layer
 from dsec_layers.errors import Conflict, CorruptError, DsecError, ToolError, UsageError
-from dsec_layers.fsio import map_os_error, publish, pwrite_all
+from dsec_layers.fsio import map_os_error, publish, publish_directory, publish_new, pwrite_all
 from dsec_layers.fuse.nbd import Export, run_captive
 from dsec_layers.layers.disk import DiskLayer
 from dsec_layers.overlaybd import Disk, LsmtLayer, Packing
@@ -114,7 +112,10 @@ def convert(session: Session, source: str, output: str | Path, *, to: str) -> Co
     if os.path.lexists(output):
         raise Conflict(f"{output} exists already", hint="remove it or choose another name")
     with open_input(session, source) as opened:
-        _WRITERS[to](session, opened, output)
+        try:
+            _WRITERS[to](session, opened, output)
+        except OSError as error:
+            raise map_os_error(error, str(output)) from error
         return Converted(str(output), to, opened.size, _used(output))
 
 
@@ -208,46 +209,25 @@ def _fs_type(layers: Sequence[DiskLayer]) -> str:
 
 def _write_raw(session: Session, opened: DiskInput, output: Path) -> None:
     disk = Disk(_sized(opened))
-    try:
-        with publish(output) as stream, session.progress.task(f"writing {output.name}", total=disk.size) as task:
-            os.ftruncate(stream.fileno(), disk.size)
-            for extent in disk.extents(0, disk.size):
-                for at in range(extent.offset, extent.offset + extent.length, _STEP) if extent.kind == "data" else ():
-                    pwrite_all(stream.fileno(), disk.pread(at, min(_STEP, extent.offset + extent.length - at)), at)
-                task.advance(extent.length)
-    except OSError as error:
-        raise map_os_error(error, str(output)) from error
+    with publish(output, replace=False) as stream, session.progress.task(f"writing {output.name}", total=disk.size) as task:
+        os.ftruncate(stream.fileno(), disk.size)
+        for extent in disk.extents(0, disk.size):
+            for at in range(extent.offset, extent.offset + extent.length, _STEP) if extent.kind == "data" else ():
+                pwrite_all(stream.fileno(), disk.pread(at, min(_STEP, extent.offset + extent.length - at)), at)
+            task.advance(extent.length)
 
 
 def _write_qcow2(session: Session, opened: DiskInput, output: Path) -> None:
     source = ReadOnlySource(Disk(_sized(opened)))
-    work = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
+    with publish_new(output) as work:
         command = ["qemu-img", "convert", "-q", "-f", "raw", "-O", "qcow2", "-W", "-m", "8", "$uri", str(work)]
         code = run_captive([Export(source, read_only=True, minimum_block=512)], command, progress=session.progress)
         if code != 0:
             raise ToolError(f"qemu-img convert failed with exit code {code}; it has said why")
-        os.link(work, output)
-    finally:
-        work.unlink(missing_ok=True)
-
-
-@contextmanager
-def _directory(output: Path) -> Iterator[Path]:
-    """A directory that appears whole."""
-    work = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        work.mkdir(parents=True)
-        yield work
-        work.rename(output)
-    except OSError as error:
-        raise map_os_error(error, str(output)) from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _write_overlaybd(session: Session, opened: DiskInput, output: Path) -> None:
-    with _directory(output) as work:
+    with publish_directory(output) as work:
         lowers = []
         for number, blob in enumerate(_blobs(session, opened, work)):
             folder = work / f"layer-{number}"
@@ -259,7 +239,7 @@ def _write_overlaybd(session: Session, opened: DiskInput, output: Path) -> None:
 
 
 def _write_oci(session: Session, opened: DiskInput, output: Path) -> None:
-    with _directory(output) as work:
+    with publish_directory(output) as work:
         writer = LayoutWriter(work)
         for blob in _blobs(session, opened, work):
             assert blob.digest is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
+import os
 import stat
 from array import array
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from dsec_layers.erofs.overlay import is_opaque, is_whiteout, opaque_name, white
 from dsec_layers.erofs.tree import BLOCK, HOLE, Inode, Tree
 from dsec_layers.erofs.writer import render
 from dsec_layers.errors import Conflict, NotFound, UsageError
-from dsec_layers.fsio import map_os_error, publish
+from dsec_layers.fsio import map_os_error, publish, publish_directory
 from dsec_layers.layers.manifest import Layer
 from dsec_layers.oci import Descriptor
 from dsec_layers.registry.objects import load_config, load_layer, resolve
@@ -58,14 +58,14 @@ def export(session: Session, text: str, output: Path | BinaryIO, *, format: str 
         counter = _Counter(output)
         _PLAIN[format](session, text, counter)
         return Exported(text, format, "-", counter.count)
-    if output.exists():
+    if os.path.lexists(output):
         raise Conflict(f"{output} exists already", hint="remove it or choose another name")
     if not output.parent.is_dir():
         raise NotFound(f"{output.parent} is no directory that {output.name} could be written to", hint=f"mkdir -p {output.parent}")
     try:
         if format == "oci":
             return Exported(text, format, str(output), _export_oci(session, text, output))
-        with publish(output) as stream:
+        with publish(output, replace=False) as stream:
             counter = _Counter(stream)
             _PLAIN[format](session, text, counter)
     except OSError as error:
@@ -176,10 +176,7 @@ def _copy_inode(entry: Entry) -> Inode:
 def _export_oci(session: Session, text: str, output: Path) -> int:
     digest, found = resolve(session.store, text)
     members = [digest] if isinstance(found, Layer) else [item.digest for _, item in found.layers]
-    work = output.with_name(f".{output.name}.tmp")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-    try:
+    with publish_directory(output) as work:
         writer, workdir = LayoutWriter(work), ""
         env: dict[str, str] = {}
         for number, member in enumerate(members):
@@ -190,10 +187,6 @@ def _export_oci(session: Session, text: str, output: Path) -> int:
             writer.layer(spare, *_oci_layer(session, member, spare))
         name = text.rpartition(":")[2] if not text.startswith("sha256:") else digest[7:19]
         writer.finish({"Env": [f"{k}={v}" for k, v in env.items()], **({"WorkingDir": workdir} if workdir else {})}, name=name)
-        work.rename(output)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
     return sum(layer.size for layer in writer.layers)
 
 
