@@ -14,7 +14,17 @@ from typing import BinaryIO, Final
 from dsec_layers.digest import Buffer
 from dsec_layers.errors import Conflict, DsecError, NoSpace, StoreError
 
-__all__ = ["fsync_directory", "map_os_error", "pread_exact", "publish", "publish_directory", "publish_new", "pwrite_all", "write_atomic"]
+__all__ = [
+    "data_ranges",
+    "fsync_directory",
+    "map_os_error",
+    "pread_exact",
+    "publish",
+    "publish_directory",
+    "publish_new",
+    "pwrite_all",
+    "write_atomic",
+]
 
 _AT_FDCWD: Final = -100  # linux/fcntl.h
 _RENAME_NOREPLACE: Final = 1  # linux/fs.h
@@ -55,6 +65,25 @@ def pwrite_all(fd: int, data: Buffer, offset: int) -> None:
         done = os.pwrite(fd, view, offset)
         view = view[done:]
         offset += done
+
+
+def data_ranges(fd: int, end: int, start: int = 0) -> Iterator[tuple[int, int]]:
+    """The (start, end) of the ranges in ``[start, end)`` that hold data, in order, as far as the file system knows: between them are holes.
+
+    What a file system or device does not tell is data. Ranges beyond the end of the file are not given.
+    """
+    while start < end:
+        try:
+            first = os.lseek(fd, start, os.SEEK_DATA)
+            stop = os.lseek(fd, first, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # which means nothing but a hole up to the end
+                yield start, end
+            return
+        if first >= end:
+            return
+        start = min(stop, end)
+        yield first, start
 
 
 @contextmanager

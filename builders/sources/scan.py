@@ -24,6 +24,7 @@ from dsec_layers.digest import Buffer
 from dsec_layers.erofs.overlay import is_device_whiteout
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.errors import InputError, LimitError
+from dsec_layers.fsio import data_ranges
 
 __all__ = ["Directory", "FileAt", "KeepXattr", "Scan"]
 
@@ -209,7 +210,7 @@ class Directory(AbstractContextManager["Directory"]):
 
     def _feed(self, fd: int, info: os.stat_result, file: FileAt, sink: ContentSink) -> None:
         size = info.st_size
-        ranges = [(0, size)] if info.st_blocks * 512 >= size else list(_data_ranges(fd, size))
+        ranges = [(0, size)] if info.st_blocks * 512 >= size else list(data_ranges(fd, size))
         if size <= BLOCK and ranges in ([(0, size)], []) and (ranges or not size):
             data = os.pread(fd, size + 1, 0)
             if len(data) != size:
@@ -266,23 +267,3 @@ class Directory(AbstractContextManager["Directory"]):
 
 def _signature(info: os.stat_result) -> _Signature:
     return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
-
-
-def _data_ranges(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """The ranges of a file that hold data, as far as its file system knows."""
-    at = 0
-    while at < size:
-        try:
-            start = os.lseek(fd, at, os.SEEK_DATA)
-            end = os.lseek(fd, start, os.SEEK_HOLE)
-        except OSError as error:
-            if error.errno == errno.ENXIO:
-                return  # nothing but a hole up to the end
-            if error.errno == errno.EINVAL and at == 0:
-                yield 0, size  # a file system that does not say
-                return
-            raise
-        if start >= size:
-            return
-        at = min(end, size)
-        yield start, at

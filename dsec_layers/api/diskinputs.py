@@ -25,7 +25,7 @@ from dsec_layers.disks.owner import owner_of
 from dsec_layers.disks.state import STATE
 from dsec_layers.disks.stored import StoredDisk
 from dsec_layers.errors import ImageError, InputError, NotFound
-from dsec_layers.fsio import map_os_error
+from dsec_layers.fsio import data_ranges, map_os_error
 from dsec_layers.layers.disk import DiskImage, DiskLayer
 from dsec_layers.layers.manifest import MAX_DESCRIPTORS, MAX_JSON
 from dsec_layers.oci import Descriptor, parse_descriptor, parse_list
@@ -249,13 +249,5 @@ def _mapped(spans: np.ndarray[Any, np.dtype[np.int64]]) -> Segments:
 
 def _extents(fd: int, size: int) -> Segments:
     """A raw file's data, as the file system tells it from holes."""
-    spans = []
-    at = 0
-    while at < size:
-        try:
-            first = os.lseek(fd, at, os.SEEK_DATA)
-        except OSError:  # no more data
-            break
-        at = min(os.lseek(fd, first, os.SEEK_HOLE), size)
-        spans.append((first // SECTOR, -(-at // SECTOR)))
+    spans = [(first // SECTOR, -(-end // SECTOR)) for first, end in data_ranges(fd, size)]
     return _mapped(np.array(spans, np.int64).reshape(-1, 2))

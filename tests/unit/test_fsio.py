@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,7 +14,7 @@ import pytest
 
 from dsec_layers import fsio
 from dsec_layers.errors import Conflict
-from dsec_layers.fsio import publish, publish_directory, publish_new
+from dsec_layers.fsio import data_ranges, publish, publish_directory, publish_new
 
 
 def tree_at(path: Path) -> None:
@@ -165,3 +165,55 @@ def test_a_name_as_long_as_names_can_be(tmp_path: Path) -> None:
         with publish_directory(target) as work:
             (work / "f").write_bytes(b"f")
         assert contents(target) == {"f": b"f"}
+
+
+BLOCK = 1 << 16  # no file system has larger ones here
+
+
+@pytest.fixture
+def sparse(tmp_path: Path) -> Iterator[int]:
+    """A file: data, hole, data, hole, of two blocks each."""
+    with open(tmp_path / "sparse", "w+b", buffering=0) as stream:
+        for at in (0, 4):
+            os.pwrite(stream.fileno(), b"x" * 2 * BLOCK, at * BLOCK)
+        stream.truncate(8 * BLOCK)
+        yield stream.fileno()
+
+
+def test_data_between_holes(sparse: int) -> None:
+    def ranges(end: int, start: int = 0) -> list[tuple[int, int]]:
+        return [(a // BLOCK, b // BLOCK) for a, b in data_ranges(sparse, end * BLOCK, start * BLOCK)]
+
+    assert ranges(8) == ranges(100) == [(0, 2), (4, 6)]
+    assert ranges(5, 1) == [(1, 2), (4, 5)]
+    assert ranges(4, 2) == ranges(8, 6) == ranges(0) == ranges(3, 3) == []
+    assert ranges(6, 4) == [(4, 6)]
+
+
+def test_what_is_not_known_is_data(sparse: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lseek, left = os.lseek, 2
+
+    def failing(fd: int, offset: int, whence: int) -> int:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return lseek(fd, offset, whence)
+
+    monkeypatch.setattr(os, "lseek", failing)
+    assert list(data_ranges(sparse, 8 * BLOCK)) == [(0, 2 * BLOCK), (2 * BLOCK, 8 * BLOCK)]
+    assert list(data_ranges(sparse, 8 * BLOCK, BLOCK)) == [(BLOCK, 8 * BLOCK)]
+
+
+def test_a_file_that_shrinks_meanwhile_ends(sparse: int) -> None:
+    found = data_ranges(sparse, 8 * BLOCK)
+    assert next(found) == (0, 2 * BLOCK)
+    os.ftruncate(sparse, BLOCK)
+    assert list(found) == []
+
+
+def test_one_module_tells_data_from_holes() -> None:
+    root = Path(fsio.__file__).parents[1]
+    folders = ("dsec_layers", "builders", "fuse", "registry")
+    told = {path.name for folder in folders for path in (root / folder).rglob("*.py") if "os.SEEK_DATA" in path.read_text()}
+    assert told == {"fsio.py"}
