@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TypeAlias
 
-from dsec_layers.builders.merge_overlay import OPAQUE_XATTR, ORIGIN_XATTR, is_opaque, is_whiteout
 from dsec_layers.builders.sources.excludes import Excludes
+from dsec_layers.erofs.overlay import OPAQUE_XATTR, ORIGIN_XATTR, is_opaque, is_whiteout
 from dsec_layers.erofs.tree import Inode, Tree, show_path
 
 __all__ = [

@@ -15,18 +15,12 @@ from typing import Final, Protocol
 from dsec_layers.builders.sink import ContentSink
 from dsec_layers.builders.sources.names import MAX_PATH, Limits, check_name, over_limit, shown
 from dsec_layers.builders.sources.tar import Member, TarReader
+from dsec_layers.erofs.overlay import OPAQUE_NAME, RESERVED_PREFIX, WHITEOUT_PREFIX
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.errors import InputError
 
-__all__ = ["OPAQUE", "WHITEOUT", "LayerTar", "Merger", "components", "merge_layers"]
+__all__ = ["LayerTar", "Merger", "components", "merge_layers"]
 
-WHITEOUT: Final = b".wh."
-"""Prefix of a whiteout's name (OCI, from AUFS)."""
-
-OPAQUE: Final = b".wh..wh..opq"
-"""Name of the entry that hides everything lower layers have in its directory."""
-
-_RESERVED = b".wh..wh."
 _MAX_LINKS: Final = 40  # symbolic links followed in one path, as many as Linux does
 _MAX_STEPS: Final = 10_000  # components walked for one path, those of symbolic links included
 _PLACES: Final = frozenset((b"", b".", b".."))
@@ -63,7 +57,7 @@ class Merger:
         name, inode, target = member
         head, _, tail = name.rpartition(b"/")
         place = self._heads.get(head)
-        if place is None or tail in _PLACES or tail[:4] == WHITEOUT or len(tail) > 255:
+        if place is None or tail in _PLACES or tail.startswith(WHITEOUT_PREFIX) or len(tail) > 255:
             place, tail = self._place(name, head, tail)
             if place is None:
                 if tail:
@@ -107,11 +101,11 @@ class Merger:
         if not parts:
             return None, b""
         for part in parts[:-1]:
-            if part.startswith(_RESERVED):
-                return None, _RESERVED  # below AUFS' own directories
-            if part.startswith(WHITEOUT):
+            if part.startswith(RESERVED_PREFIX):
+                return None, RESERVED_PREFIX  # below AUFS' own directories
+            if part.startswith(WHITEOUT_PREFIX):
                 raise InputError(f"{shown(name)} stands below a whiteout")
-        if parts[-1].startswith(WHITEOUT):
+        if parts[-1].startswith(WHITEOUT_PREFIX):
             return None, parts[-1]
         check_name(parts[-1], name)
         parent = self._directory(name, parts[:-1], make=True)
@@ -206,15 +200,15 @@ class Merger:
     # -- whiteouts
 
     def _delete(self, name: bytes, head: bytes, marker: bytes) -> None:
-        if marker != OPAQUE and marker.startswith(_RESERVED):
+        if marker != OPAQUE_NAME and marker.startswith(RESERVED_PREFIX):
             return  # other names AUFS keeps for itself mean nothing elsewhere
-        gone = marker[len(WHITEOUT) :]
+        gone = marker[len(WHITEOUT_PREFIX) :]
         if gone in _PLACES:
             raise InputError(f"{shown(name)} is a whiteout of nothing")
         parent = self._directory(name, components(name)[:-1], make=False)
         if parent is None or not parent.children or self._layer == 0:
             return
-        doomed = list(parent.children) if marker == OPAQUE else [gone]
+        doomed = list(parent.children) if marker == OPAQUE_NAME else [gone]
         stack = [(parent, part) for part in doomed]
         while stack:
             directory, part = stack.pop()

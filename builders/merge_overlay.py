@@ -5,35 +5,18 @@ Kernel: Documentation/filesystems/overlayfs.rst, "whiteouts and opaque directori
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Sequence
 from typing import Final
 
 from dsec_layers.builders.sources.names import keeps_xattr, shown
+from dsec_layers.erofs.overlay import OPAQUE_XATTR, ORIGIN_XATTR, TRUSTED_PREFIX, USER_PREFIX, is_opaque, is_whiteout
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.errors import InputError
 
-__all__ = ["OPAQUE_XATTR", "ORIGIN_XATTR", "is_opaque", "is_whiteout", "overlay_xattr", "stack_uppers"]
-
-OPAQUE_XATTR: Final = b"trusted.overlay.opaque"
-"""On a directory, with the value ``y``: nothing of the layers below shows in it."""
-
-ORIGIN_XATTR: Final = b"trusted.overlay.origin"
-"""On a directory that has whiteouts, with an empty value ("origin unknown"): where no lower layer has the directory, overlayfs does not merge it, and then it
-filters whiteouts out of its listing only if this attribute is there (fs/overlayfs/inode.c, ovl_get_inode)."""
+__all__ = ["overlay_xattr", "stack_uppers"]
 
 _DROPPED: Final = frozenset((b"origin", b"impure", b"nlink", b"upper", b"uuid", b"protattr"))
 _REFUSED: Final = frozenset((b"redirect", b"metacopy", b"verity", b"whiteout", b"whiteouts"))
-
-
-def is_whiteout(inode: Inode) -> bool:
-    """Whether this is a character device 0/0."""
-    return stat.S_ISCHR(inode.mode) and inode.rdev == 0
-
-
-def is_opaque(inode: Inode) -> bool:
-    """Whether this is a directory that hides what is below."""
-    return inode.is_dir and (OPAQUE_XATTR, b"y") in inode.xattrs
 
 
 def overlay_xattr(path: bytes, is_dir: bool, name: bytes, value: bytes) -> bytes | None:
@@ -41,7 +24,7 @@ def overlay_xattr(path: bytes, is_dir: bool, name: bytes, value: bytes) -> bytes
 
     Raises InputError for notes without which the upper cannot be understood: content or children that are elsewhere.
     """
-    for prefix in (b"trusted.overlay.", b"user.overlay."):
+    for prefix in (TRUSTED_PREFIX, USER_PREFIX):
         if name.startswith(prefix):
             note = name[len(prefix) :]
             if note in _DROPPED:

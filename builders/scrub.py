@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from dsec_layers.builders.merge_overlay import is_opaque
 from dsec_layers.builders.sources.excludes import Excludes
+from dsec_layers.erofs.overlay import is_opaque
 from dsec_layers.erofs.tree import Inode, Tree, show_path
 from dsec_layers.errors import UsageError
 

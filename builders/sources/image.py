@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from dsec_layers.builders.sources.base import ImageConfig
 from dsec_layers.digest import Digest, is_digest
 from dsec_layers.errors import InputError, UsageError
+from dsec_layers.oci import IMAGE_CONFIG, REF_NAME, Descriptor, parse_descriptor, parse_list
 
 __all__ = ["MAX_DOCUMENT", "Blob", "DockerImage", "Manifest", "Platform", "parse_config", "parse_docker", "parse_index", "parse_manifest"]
 
@@ -28,7 +28,7 @@ _LAYERS: Final = frozenset(
         "docker.image.rootfs.diff.tar.zstd",
     )
 )
-_CONFIGS: Final = frozenset(("application/vnd.oci.image.config.v1+json", "application/vnd.docker.container.image.v1+json"))
+_CONFIGS: Final = frozenset((IMAGE_CONFIG, "application/vnd.docker.container.image.v1+json"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,10 @@ class Platform:
 
 
 @dataclass(frozen=True, slots=True)
-class Blob:
-    """A descriptor of an image."""
+class Blob(Descriptor):
+    """A descriptor in an image's documents."""
 
-    media_type: str
-    digest: Digest
-    size: int
     platform: Platform | None = None
-    annotations: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def attestation(self) -> bool:
@@ -75,7 +71,7 @@ class Blob:
     @property
     def names(self) -> tuple[str, ...]:
         """What this image is called in its index."""
-        keys = ("org.opencontainers.image.ref.name", "io.containerd.image.name")
+        keys = (REF_NAME, "io.containerd.image.name")
         return tuple(self.annotations[key] for key in keys if self.annotations.get(key))
 
 
@@ -176,25 +172,12 @@ def _object(data: bytes, what: str) -> dict[str, Any]:
 
 
 def _list(value: Any, what: str) -> list[Any]:
-    if value is None:
-        return []
-    if not isinstance(value, list) or len(value) > _MAX_ITEMS:
-        raise InputError(f"{what} has a malformed list")
-    return value
+    return [] if value is None else parse_list(value, what, _MAX_ITEMS)
 
 
 def _blob(value: Any, what: str) -> Blob:
-    if not isinstance(value, dict):
-        raise InputError(f"{what} has a malformed descriptor")
-    media_type, digest, size = value.get("mediaType") or "", value.get("digest"), value.get("size")
-    if not isinstance(media_type, str) or not isinstance(digest, str) or not isinstance(size, int) or isinstance(size, bool):
-        raise InputError(f"{what} has a malformed descriptor")
-    if not is_digest(digest):
-        raise InputError(f"{what} has the digest {digest[:100]!r}; only SHA-256 is supported")
-    annotations = value.get("annotations") or {}
-    if not isinstance(annotations, dict) or not all(isinstance(item, str) for item in annotations.values()) or not 0 <= size < 1 << 63:
-        raise InputError(f"{what} has a malformed descriptor")
-    return Blob(media_type, digest, size, _platform(value.get("platform"), what), annotations)
+    found = parse_descriptor(value, what, typed=False)
+    return Blob(found.media_type, found.digest, found.size, found.annotations, _platform(value.get("platform"), what))
 
 
 def _platform(value: Any, what: str) -> Platform | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+from dsec_layers.erofs.overlay import TRUSTED_PREFIX
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.errors import InputError, LimitError, UsageError
 from dsec_layers.layers.frames import Bound
@@ -138,7 +139,7 @@ def keeps_xattr(name: bytes) -> bool:
 
     ``trusted.overlay.*`` tells overlayfs how a directory sits on the one below; carried into a layer it would hide or redirect names there.
     """
-    return name in _ACLS or (name.startswith(_KEPT) and not name.startswith(b"trusted.overlay."))
+    return name in _ACLS or (name.startswith(_KEPT) and not name.startswith(TRUSTED_PREFIX))
 
 
 def check_xattr(path: bytes, name: bytes, value: bytes) -> None:

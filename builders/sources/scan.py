@@ -21,8 +21,10 @@ from dsec_layers.builders.sources.blocks import BLOCK
 from dsec_layers.builders.sources.excludes import Excludes
 from dsec_layers.builders.sources.names import Limits, check_xattr, over_limit, shown
 from dsec_layers.digest import Buffer
+from dsec_layers.erofs.overlay import is_device_whiteout
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.errors import InputError, LimitError
+from dsec_layers.fsio import data_ranges
 
 __all__ = ["Directory", "FileAt", "KeepXattr", "Scan"]
 
@@ -133,7 +135,7 @@ class Directory(AbstractContextManager["Directory"]):
             elif stat.S_ISREG(info.st_mode):
                 inode.size = info.st_size
                 files.append(FileAt(below, inode, _signature(info)))
-            if info.st_nlink > 1 and not (self._whiteouts and _is_whiteout(info)):
+            if info.st_nlink > 1 and not (self._whiteouts and is_device_whiteout(info.st_mode, info.st_rdev)):
                 self._links[info.st_dev, info.st_ino] = inode
 
     def _listed(self, place: bytes, path: bytes) -> list[bytes]:
@@ -152,13 +154,13 @@ class Directory(AbstractContextManager["Directory"]):
         self._inodes += 1
         if self._inodes > self._limits.inodes:
             raise over_limit(f"{self._what}: more than {self._limits.inodes} files and directories", "entries")
-        if self._whiteouts and _is_whiteout(info):
+        if self._whiteouts and is_device_whiteout(info.st_mode, info.st_rdev):
             return Inode(stat.S_IFCHR)  # one spelling, whatever the mode, owner and time that overlayfs gave it
         seconds, nanoseconds = divmod(info.st_mtime_ns, 1_000_000_000)
         inode = Inode(info.st_mode, info.st_uid, info.st_gid, seconds, nanoseconds)
         if stat.S_ISCHR(info.st_mode) or stat.S_ISBLK(info.st_mode):
             inode.rdev = info.st_rdev
-            self.whiteouts += _is_whiteout(info)
+            self.whiteouts += is_device_whiteout(info.st_mode, info.st_rdev)
         inode.xattrs = self._xattrs(path, place, inode.is_dir, follow)
         return inode
 
@@ -210,7 +212,7 @@ class Directory(AbstractContextManager["Directory"]):
 
     def _feed(self, fd: int, info: os.stat_result, file: FileAt, sink: ContentSink) -> None:
         size = info.st_size
-        ranges = [(0, size)] if info.st_blocks * 512 >= size else list(_data_ranges(fd, size))
+        ranges = [(0, size)] if info.st_blocks * 512 >= size else list(data_ranges(fd, size))
         if size <= BLOCK and ranges in ([(0, size)], []) and (ranges or not size):
             data = os.pread(fd, size + 1, 0)
             if len(data) != size:
@@ -267,27 +269,3 @@ class Directory(AbstractContextManager["Directory"]):
 
 def _signature(info: os.stat_result) -> _Signature:
     return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
-
-
-def _is_whiteout(info: os.stat_result) -> bool:
-    return stat.S_ISCHR(info.st_mode) and info.st_rdev == 0
-
-
-def _data_ranges(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """The ranges of a file that hold data, as far as its file system knows."""
-    at = 0
-    while at < size:
-        try:
-            start = os.lseek(fd, at, os.SEEK_DATA)
-            end = os.lseek(fd, start, os.SEEK_HOLE)
-        except OSError as error:
-            if error.errno == errno.ENXIO:
-                return  # nothing but a hole up to the end
-            if error.errno == errno.EINVAL and at == 0:
-                yield 0, size  # a file system that does not say
-                return
-            raise
-        if start >= size:
-            return
-        at = min(end, size)
-        yield start, at

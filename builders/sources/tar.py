@@ -18,6 +18,7 @@ from dsec_layers.builders.sources.header import RECORD, Records
 from dsec_layers.builders.sources.names import MAX_PATH, Limits, check_xattr, keeps_xattr, over_limit, shown
 from dsec_layers.builders.sources.sparse import MAX_EXTENTS, Map, Map1, check_map, map_0, old_entries
 from dsec_layers.digest import Buffer
+from dsec_layers.erofs.overlay import WHITEOUT_DEVICE
 from dsec_layers.erofs.tree import Inode
 from dsec_layers.errors import InputError, LimitError
 
@@ -329,8 +330,9 @@ class TarReader:
             major, minor = h.decimal(records[b"SCHILY.devmajor"]), h.decimal(records[b"SCHILY.devminor"])
         if not 0 <= major < 1 << 12 or not 0 <= minor < 1 << 20:
             raise InputError(f"{shown(self._name)}: device {major}:{minor} is out of Linux' range")
-        self.whiteouts += kind == b"3" and not major and not minor
-        return os.makedev(major, minor)
+        device = os.makedev(major, minor)
+        self.whiteouts += kind == b"3" and device == WHITEOUT_DEVICE
+        return device
 
     def _read_sparse(self, buffer: bytes, at: int, kind: bytes, local: Records, inode: Inode) -> None:
         """Set the map and the real size of a sparse file; the stored size becomes that of the data alone."""

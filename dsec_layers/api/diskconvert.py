@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from uuid import UUID
 
 from dsec_layers.api.diskinputs import BlobFile, DiskInput, made_ext4, open_input
 from dsec_layers.api.disks import FORMATS, PACKINGS, DiskInfo, Sealed, find_disk, info, pieces, publish_as, store_of
 from dsec_layers.api.environment import Verified
+from dsec_layers.api.ocilayout import LayoutWriter
 from dsec_layers.api.session import Session
-from dsec_layers.digest import sha256_digest
 from dsec_layers.disks.files import DiskFiles, GenerationReader, check_size
 from dsec_layers.disks.source import ReadOnlySource
 from dsec_layers.disks.state import read_state
 from dsec_layers.disks.stored import StoredDisk, publish_file, publish_layer
 from dsec_layers.errors import Conflict, CorruptError, DsecError, ToolError, UsageError
-from dsec_layers.fsio import map_os_error, publish, pwrite_all
+from dsec_layers.fsio import map_os_error, publish, publish_directory, publish_new, pwrite_all
 from dsec_layers.fuse.nbd import Export, run_captive
-from dsec_layers.layers.descriptor import MANIFEST
 from dsec_layers.layers.disk import DiskLayer
-from dsec_layers.layers.manifest import canonical_json
 from dsec_layers.overlaybd import Disk, LsmtLayer, Packing
 from dsec_layers.overlaybd import merge as merge_layers
 from dsec_layers.overlaybd.config import ImageConfig, LowerConfig, render_config
@@ -40,7 +36,6 @@ __all__ = ["OUTPUTS", "Converted", "convert", "merge", "resize", "seal", "verify
 
 OUTPUTS: Final = ("raw", "qcow2", "overlaybd", "oci")
 _STEP: Final = 4 << 20
-_OCI_CONFIG: Final = "application/vnd.oci.image.config.v1+json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +112,10 @@ def convert(session: Session, source: str, output: str | Path, *, to: str) -> Co
     if os.path.lexists(output):
         raise Conflict(f"{output} exists already", hint="remove it or choose another name")
     with open_input(session, source) as opened:
-        _WRITERS[to](session, opened, output)
+        try:
+            _WRITERS[to](session, opened, output)
+        except OSError as error:
+            raise map_os_error(error, str(output)) from error
         return Converted(str(output), to, opened.size, _used(output))
 
 
@@ -211,46 +209,25 @@ def _fs_type(layers: Sequence[DiskLayer]) -> str:
 
 def _write_raw(session: Session, opened: DiskInput, output: Path) -> None:
     disk = Disk(_sized(opened))
-    try:
-        with publish(output) as stream, session.progress.task(f"writing {output.name}", total=disk.size) as task:
-            os.ftruncate(stream.fileno(), disk.size)
-            for extent in disk.extents(0, disk.size):
-                for at in range(extent.offset, extent.offset + extent.length, _STEP) if extent.kind == "data" else ():
-                    pwrite_all(stream.fileno(), disk.pread(at, min(_STEP, extent.offset + extent.length - at)), at)
-                task.advance(extent.length)
-    except OSError as error:
-        raise map_os_error(error, str(output)) from error
+    with publish(output, replace=False) as stream, session.progress.task(f"writing {output.name}", total=disk.size) as task:
+        os.ftruncate(stream.fileno(), disk.size)
+        for extent in disk.extents(0, disk.size):
+            for at in range(extent.offset, extent.offset + extent.length, _STEP) if extent.kind == "data" else ():
+                pwrite_all(stream.fileno(), disk.pread(at, min(_STEP, extent.offset + extent.length - at)), at)
+            task.advance(extent.length)
 
 
 def _write_qcow2(session: Session, opened: DiskInput, output: Path) -> None:
     source = ReadOnlySource(Disk(_sized(opened)))
-    work = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
+    with publish_new(output) as work:
         command = ["qemu-img", "convert", "-q", "-f", "raw", "-O", "qcow2", "-W", "-m", "8", "$uri", str(work)]
         code = run_captive([Export(source, read_only=True, minimum_block=512)], command, progress=session.progress)
         if code != 0:
             raise ToolError(f"qemu-img convert failed with exit code {code}; it has said why")
-        os.link(work, output)
-    finally:
-        work.unlink(missing_ok=True)
-
-
-@contextmanager
-def _directory(output: Path) -> Iterator[Path]:
-    """A directory that appears whole."""
-    work = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        work.mkdir(parents=True)
-        yield work
-        work.rename(output)
-    except OSError as error:
-        raise map_os_error(error, str(output)) from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _write_overlaybd(session: Session, opened: DiskInput, output: Path) -> None:
-    with _directory(output) as work:
+    with publish_directory(output) as work:
         lowers = []
         for number, blob in enumerate(_blobs(session, opened, work)):
             folder = work / f"layer-{number}"
@@ -262,27 +239,13 @@ def _write_overlaybd(session: Session, opened: DiskInput, output: Path) -> None:
 
 
 def _write_oci(session: Session, opened: DiskInput, output: Path) -> None:
-    with _directory(output) as work:
-        blobs = work / "blobs/sha256"
-        blobs.mkdir(parents=True)
-
-        def put(data: bytes, media_type: str) -> dict[str, Any]:
-            digest = sha256_digest(data)
-            (blobs / digest.removeprefix("sha256:")).write_bytes(data)
-            return {"mediaType": media_type, "digest": digest, "size": len(data)}
-
-        layers = []
+    with publish_directory(output) as work:
+        writer = LayoutWriter(work)
         for blob in _blobs(session, opened, work):
             assert blob.digest is not None
             size = blob.path.stat().st_size
-            blob.path.rename(blobs / blob.digest.removeprefix("sha256:"))
-            layers.append(layer_descriptor(BlobInfo(blob.digest, size, fs_type=blob.fs_type)))
-        diff_ids = [layer["digest"] for layer in layers]
-        config = {"architecture": "amd64", "os": "linux", "config": {}, "rootfs": {"type": "layers", "diff_ids": diff_ids}}
-        value = {"schemaVersion": 2, "mediaType": MANIFEST, "config": put(canonical_json(config), _OCI_CONFIG), "layers": layers}
-        described = put(canonical_json(value), MANIFEST)
-        (work / "oci-layout").write_bytes(b'{"imageLayoutVersion":"1.0.0"}')
-        (work / "index.json").write_bytes(canonical_json({"schemaVersion": 2, "manifests": [described]}))
+            writer.layer(blob.path, layer_descriptor(BlobInfo(blob.digest, size, fs_type=blob.fs_type)), blob.digest)
+        writer.finish({})
 
 
 def _blobs(session: Session, opened: DiskInput, work: Path) -> Iterator[BlobFile]:

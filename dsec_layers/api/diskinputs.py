@@ -25,13 +25,14 @@ from dsec_layers.disks.owner import owner_of
 from dsec_layers.disks.state import STATE
 from dsec_layers.disks.stored import StoredDisk
 from dsec_layers.errors import ImageError, InputError, NotFound
-from dsec_layers.fsio import map_os_error
+from dsec_layers.fsio import data_ranges, map_os_error
 from dsec_layers.layers.disk import DiskImage, DiskLayer
-from dsec_layers.layers.manifest import MAX_JSON
+from dsec_layers.layers.manifest import MAX_DESCRIPTORS, MAX_JSON
+from dsec_layers.oci import Descriptor, parse_descriptor, parse_list
 from dsec_layers.overlaybd import LsmtLayer, open_layer, open_upper_pair
 from dsec_layers.overlaybd.config import lower_paths, parse_config
 from dsec_layers.overlaybd.lsmt import Flags, Header
-from dsec_layers.overlaybd.oci import parse_descriptor
+from dsec_layers.overlaybd.oci import blob_info
 from dsec_layers.overlaybd.packing import virtual_size
 from dsec_layers.overlaybd.segments import SECTOR, Segments
 from dsec_layers.proc import find_tool, run
@@ -167,31 +168,29 @@ def oci_blobs(layout: Path) -> list[BlobFile]:
     """The layers of the one OverlayBD image in an OCI layout. Raises ImageError if it has none, several, or layers of another kind."""
     manifest = _object(_small_file(layout / "index.json"), "index.json")
     for _ in range(3):  # an index may name an index
-        listed = manifest.get("manifests")
-        if listed is None:
+        if manifest.get("manifests") is None:
             break
-        if not isinstance(listed, list) or len(listed) != 1:
+        listed = parse_list(manifest["manifests"], str(layout), MAX_DESCRIPTORS)
+        if len(listed) != 1:
             raise ImageError(f"{layout} must hold one image", hint="copy the one you want: skopeo copy ... oci:DIR")
-        path = _blob_path(layout, listed[0])
+        path = _blob_path(layout, parse_descriptor(listed[0], str(layout), typed=False))
         manifest = _object(_small_file(path), str(path))
     blobs = []
-    for item in manifest.get("layers") or []:
-        info = parse_descriptor(item) if isinstance(item, dict) else None
+    for item in parse_list(manifest.get("layers") or [], str(layout), MAX_DESCRIPTORS):
+        layer = parse_descriptor(item, str(layout), typed=False)
+        info = blob_info(layer)
         if info is None or info.is_turbo:
             raise ImageError(
                 f"{layout}: the image has layers that are not native OverlayBD layers", hint="dsec-layers import takes ordinary images"
             )
-        blobs.append(BlobFile(_blob_path(layout, item), info.digest, info.fs_type))
+        blobs.append(BlobFile(_blob_path(layout, layer), info.digest, info.fs_type))
     if not blobs:
         raise ImageError(f"{layout}: the image has no layers")
     return blobs
 
 
-def _blob_path(layout: Path, descriptor: Any) -> Path:
-    digest = descriptor.get("digest") if isinstance(descriptor, dict) else None
-    if not isinstance(digest, str):
-        raise ImageError(f"{layout}: a descriptor without digest")
-    return layout / "blobs/sha256" / check_digest(digest).removeprefix("sha256:")
+def _blob_path(layout: Path, descriptor: Descriptor) -> Path:
+    return layout / "blobs/sha256" / descriptor.digest.removeprefix("sha256:")
 
 
 def _object(data: bytes, what: str) -> dict[str, Any]:
@@ -250,13 +249,5 @@ def _mapped(spans: np.ndarray[Any, np.dtype[np.int64]]) -> Segments:
 
 def _extents(fd: int, size: int) -> Segments:
     """A raw file's data, as the file system tells it from holes."""
-    spans = []
-    at = 0
-    while at < size:
-        try:
-            first = os.lseek(fd, at, os.SEEK_DATA)
-        except OSError:  # no more data
-            break
-        at = min(os.lseek(fd, first, os.SEEK_HOLE), size)
-        spans.append((first // SECTOR, -(-at // SECTOR)))
+    spans = [(first // SECTOR, -(-end // SECTOR)) for first, end in data_ranges(fd, size)]
     return _mapped(np.array(spans, np.int64).reshape(-1, 2))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import shutil
+import os
 import stat
 from array import array
 from collections.abc import Iterator
@@ -16,22 +15,23 @@ import zstandard
 
 from dsec_layers.api.content import LayerContent, open_layer
 from dsec_layers.api.look import open_view
+from dsec_layers.api.ocilayout import LayoutWriter
 from dsec_layers.api.session import Session
 from dsec_layers.api.tarout import TarWriter
-from dsec_layers.api.view import OPAQUE, Entry, is_whiteout, walk
-from dsec_layers.digest import Buffer, Digest, sha256_digest
+from dsec_layers.api.view import Entry, walk
+from dsec_layers.digest import Buffer, Digest
+from dsec_layers.erofs.overlay import is_opaque, is_whiteout, opaque_name, whiteout_name, without_overlay
 from dsec_layers.erofs.tree import BLOCK, HOLE, Inode, Tree
 from dsec_layers.erofs.writer import render
 from dsec_layers.errors import Conflict, NotFound, UsageError
-from dsec_layers.fsio import map_os_error, publish
-from dsec_layers.layers.descriptor import INDEX, MANIFEST
-from dsec_layers.layers.manifest import Layer, canonical_json
+from dsec_layers.fsio import map_os_error, publish, publish_directory
+from dsec_layers.layers.manifest import Layer
+from dsec_layers.oci import Descriptor
 from dsec_layers.registry.objects import load_config, load_layer, resolve
 
 __all__ = ["FORMATS", "Exported", "export", "flat_image", "flat_pieces"]
 
 FORMATS = ("tar", "erofs", "oci")
-_CONFIG = "application/vnd.oci.image.config.v1+json"
 _TAR_ZSTD = "application/vnd.oci.image.layer.v1.tar+zstd"
 
 
@@ -58,14 +58,14 @@ def export(session: Session, text: str, output: Path | BinaryIO, *, format: str 
         counter = _Counter(output)
         _PLAIN[format](session, text, counter)
         return Exported(text, format, "-", counter.count)
-    if output.exists():
+    if os.path.lexists(output):
         raise Conflict(f"{output} exists already", hint="remove it or choose another name")
     if not output.parent.is_dir():
         raise NotFound(f"{output.parent} is no directory that {output.name} could be written to", hint=f"mkdir -p {output.parent}")
     try:
         if format == "oci":
             return Exported(text, format, str(output), _export_oci(session, text, output))
-        with publish(output) as stream:
+        with publish(output, replace=False) as stream:
             counter = _Counter(stream)
             _PLAIN[format](session, text, counter)
     except OSError as error:
@@ -176,44 +176,24 @@ def _copy_inode(entry: Entry) -> Inode:
 def _export_oci(session: Session, text: str, output: Path) -> int:
     digest, found = resolve(session.store, text)
     members = [digest] if isinstance(found, Layer) else [item.digest for _, item in found.layers]
-    work = output.with_name(f".{output.name}.tmp")
-    shutil.rmtree(work, ignore_errors=True)
-    blobs = work / "blobs/sha256"
-    blobs.mkdir(parents=True)
-    try:
-        layers, diff_ids, workdir, total = [], [], "", 0
+    with publish_directory(output) as work:
+        writer, workdir = LayoutWriter(work), ""
         env: dict[str, str] = {}
-        for member in members:
+        for number, member in enumerate(members):
             config = load_config(session.store, load_layer(session.store, member))
             env |= dict(config.env or {})
             workdir = config.workdir or workdir
-            descriptor, diff_id = _oci_layer(session, member, blobs)
-            layers.append(descriptor)
-            diff_ids.append(diff_id)
-            total += descriptor["size"]
-        image = {
-            "architecture": "amd64",
-            "os": "linux",
-            "config": {"Env": [f"{k}={v}" for k, v in env.items()], **({"WorkingDir": workdir} if workdir else {})},
-            "rootfs": {"type": "layers", "diff_ids": diff_ids},
-        }
-        manifest = {"schemaVersion": 2, "mediaType": MANIFEST, "config": _oci_blob(blobs, canonical_json(image), _CONFIG), "layers": layers}
-        top = _oci_blob(blobs, canonical_json(manifest), MANIFEST)
+            spare = writer.spare(number)
+            writer.layer(spare, *_oci_layer(session, member, spare))
         name = text.rpartition(":")[2] if not text.startswith("sha256:") else digest[7:19]
-        top["annotations"] = {"org.opencontainers.image.ref.name": name}
-        (work / "index.json").write_bytes(canonical_json({"schemaVersion": 2, "mediaType": INDEX, "manifests": [top]}))
-        (work / "oci-layout").write_text(json.dumps({"imageLayoutVersion": "1.0.0"}))
-        work.rename(output)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-    return total
+        writer.finish({"Env": [f"{k}={v}" for k, v in env.items()], **({"WorkingDir": workdir} if workdir else {})}, name=name)
+    return sum(layer.size for layer in writer.layers)
 
 
-def _oci_layer(session: Session, digest: Digest, blobs: Path) -> tuple[dict[str, Any], Digest]:
+def _oci_layer(session: Session, digest: Digest, output: Path) -> tuple[Descriptor, Digest]:
+    """Write a layer as a compressed tar: its descriptor and diff ID."""
     layer = open_layer(session.store, digest)
-    temporary = blobs / ".layer.tmp"
-    with session.progress.task(f"exporting layer {digest[7:19]}") as task, open(temporary, "wb") as stream:
+    with session.progress.task(f"exporting layer {digest[7:19]}") as task, open(output, "wb") as stream:
         outer = _Counter(stream)
         with zstandard.ZstdCompressor(level=3).stream_writer(outer, closefd=False) as compressor:  # type: ignore[arg-type]
             inner = _Counter(compressor)
@@ -222,28 +202,18 @@ def _oci_layer(session: Session, digest: Digest, blobs: Path) -> tuple[dict[str,
                 _oci_entry(writer, layer, path, inode)
                 task.advance(inode.size)
             writer.close()
-    name = outer.hash.hexdigest()
-    temporary.rename(blobs / name)
-    return {"mediaType": _TAR_ZSTD, "digest": f"sha256:{name}", "size": outer.count}, f"sha256:{inner.hash.hexdigest()}"
+    return Descriptor(_TAR_ZSTD, f"sha256:{outer.hash.hexdigest()}", outer.count), f"sha256:{inner.hash.hexdigest()}"
 
 
 def _oci_entry(writer: TarWriter, layer: LayerContent, path: bytes, inode: Inode) -> None:
     if is_whiteout(inode):
-        directory, _, name = path.rpartition(b"/")
-        writer.whiteout((directory + b"/" if directory else b"") + b".wh." + name)
+        writer.whiteout(whiteout_name(path))
         return
     regular = stat.S_ISREG(inode.mode)
     pieces, regions = (layer.pieces(inode), layer.regions(inode)) if regular else ((), None)
-    xattrs = tuple(pair for pair in inode.xattrs if not pair[0].startswith(b"trusted.overlay."))
-    writer.add(path or b".", inode, pieces, regions, identity=id(inode), xattrs=xattrs)
-    if (OPAQUE, b"y") in inode.xattrs:
-        writer.whiteout((path + b"/" if path else b"") + b".wh..wh..opq")
-
-
-def _oci_blob(blobs: Path, data: bytes, media_type: str) -> dict[str, Any]:
-    digest = sha256_digest(data)
-    (blobs / digest[7:]).write_bytes(data)
-    return {"mediaType": media_type, "digest": digest, "size": len(data)}
+    writer.add(path or b".", inode, pieces, regions, identity=id(inode), xattrs=without_overlay(inode))
+    if is_opaque(inode):
+        writer.whiteout(opaque_name(path))
 
 
 _PLAIN = {"tar": _export_tar, "erofs": _export_erofs}

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Iterator, Sequence
 
 from dsec_layers.api.content import LayerContent
+from dsec_layers.erofs.overlay import is_opaque, is_whiteout, without_overlay
 from dsec_layers.erofs.tree import Inode
 
 __all__ = ["Entry", "merge", "walk"]
-
-OPAQUE = b"trusted.overlay.opaque"
-_OVERLAY = b"trusted.overlay."
 
 
 class Entry:
@@ -27,7 +24,7 @@ class Entry:
     @property
     def xattrs(self) -> tuple[tuple[bytes, bytes], ...]:
         """The inode's xattrs without overlayfs' own."""
-        return tuple(pair for pair in self.inode.xattrs if not pair[0].startswith(_OVERLAY))
+        return without_overlay(self.inode)
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -54,11 +51,6 @@ def walk(root: Entry) -> Iterator[tuple[bytes, Entry]]:
             stack.extend((prefix + name, entry.children[name]) for name in sorted(entry.children, reverse=True))
 
 
-def is_whiteout(inode: Inode) -> bool:
-    """Whether an inode is overlayfs' mark for a deleted name."""
-    return stat.S_ISCHR(inode.mode) and inode.rdev == 0
-
-
 def _entry(layer: LayerContent, inode: Inode, below: Entry | None) -> Entry:
     top = Entry(layer, inode)
     stack = [(top, below)]
@@ -66,7 +58,7 @@ def _entry(layer: LayerContent, inode: Inode, below: Entry | None) -> Entry:
         entry, lower = stack.pop()
         if entry.children is None:
             continue
-        if lower is not None and lower.children is not None and (OPAQUE, b"y") not in entry.inode.xattrs:
+        if lower is not None and lower.children is not None and not is_opaque(entry.inode):
             entry.children = dict(lower.children)
         for name, child in (entry.inode.children or {}).items():
             if is_whiteout(child):

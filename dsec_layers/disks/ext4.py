@@ -6,7 +6,6 @@ index. Nothing is copied.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 
 from dsec_layers.disks.ext4_times import settle_times
 from dsec_layers.errors import NoSpace, ToolError, UsageError
-from dsec_layers.fsio import map_os_error, pread_exact, pwrite_all
+from dsec_layers.fsio import data_ranges, map_os_error, pread_exact, pwrite_all
 from dsec_layers.overlaybd.lsmt import SPACE, encode_entries
 from dsec_layers.overlaybd.segments import SECTOR, Segments
 from dsec_layers.proc import clean_environment, find_tool, run
@@ -103,15 +102,8 @@ def _count(source: Path) -> int:
 
 def _extents(fd: int, at: int, end: int) -> Iterator[tuple[int, int]]:
     """(offset, end) of a file's data in ``[at, end)``, without the runs of zeros in it."""
-    while at < end:
-        try:
-            first = os.lseek(fd, at, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:
-                return
-            raise
-        at = min(os.lseek(fd, first, os.SEEK_HOLE), end)
-        yield from _without_zeros(fd, first, at)
+    for first, stop in data_ranges(fd, end, at):
+        yield from _without_zeros(fd, first, stop)
 
 
 def _without_zeros(fd: int, first: int, end: int) -> Iterator[tuple[int, int]]:

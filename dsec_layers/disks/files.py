@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -30,7 +29,7 @@ from typing import Final, Self, TypeAlias
 from dsec_layers.blocksource import FileSource
 from dsec_layers.disks.state import MAX_GENERATIONS, SECTOR, STATE, DiskState, Parent, read_state
 from dsec_layers.errors import Conflict, DsecError, ImageError, LimitError, UsageError
-from dsec_layers.fsio import fsync_directory, map_os_error, write_atomic
+from dsec_layers.fsio import fsync_directory, map_os_error, publish_directory, write_atomic
 from dsec_layers.overlaybd import LsmtLayer, Upper, open_upper_pair
 from dsec_layers.overlaybd.lsmt import MAX_LBA
 
@@ -168,22 +167,13 @@ def create_files(path: Path, virtual_size: int, parent: Parent | None = None, fi
     """
     check_size(virtual_size)
     state = DiskState(virtual_size, parent)
-    if os.path.lexists(path):
-        raise Conflict(f"{path} exists already", hint="choose another place, or remove it")
-    work = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        work.mkdir(mode=0o700, parents=True)
-        try:
+        with publish_directory(path, mode=0o700) as work:
             _new_generation(work, state.upper, virtual_size).close()
             if fill is not None:
                 data, index, _ = _names(state.upper)
                 fill(work / data, work / index)
             write_atomic(work / STATE, state.to_json(), mode=0o600)
-            work.rename(path)
-        except BaseException:
-            shutil.rmtree(work, ignore_errors=True)
-            raise
-        fsync_directory(path.absolute().parent)
     except OSError as error:
         raise map_os_error(error, str(path)) from error
     return state

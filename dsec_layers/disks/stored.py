@@ -150,7 +150,7 @@ def _publish(store: Store, data: Iterable[Buffer], *, uuid: str, fs_type: str, v
 
     info = put_stream(store, pieces())
     described = layer_descriptor(BlobInfo(info.digest, size, fs_type=fs_type, vsize_gb=vsize_gb))
-    blob = Descriptor(LAYER_TAR, info.digest, size, {**described["annotations"], UUID: uuid})
+    blob = Descriptor(LAYER_TAR, info.digest, size, {**described.annotations, UUID: uuid})
     return DiskLayer(blob, put_blob(store, PIECES, pack_pieces(size, digests)))
 
 

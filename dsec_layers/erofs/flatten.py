@@ -17,6 +17,7 @@ import numpy as np
 
 from dsec_layers.erofs import format as fmt
 from dsec_layers.erofs.columns import Ints, Mask
+from dsec_layers.erofs.overlay import whiteout_columns
 from dsec_layers.erofs.tree import BLOCK, Inode, Tree, find_path, show_path
 from dsec_layers.errors import DsecError, ImageError, LimitError
 
@@ -166,7 +167,7 @@ def _check_attributes(flat: Flat) -> None:
             path = show_path(find_path(flat.root, flat.inodes[at]))
             raise LimitError(f"{path}: device number {device:#x}; the limits are major {fmt.MAX_MAJOR}, minor {fmt.MAX_MINOR}")
         flat.i_rdev[at] = fmt.encode_dev(device)
-    whiteout = ((mode & 0o170000) == stat.S_IFCHR) & (flat.i_rdev == 0)
+    whiteout = whiteout_columns(mode, flat.i_rdev)
     flat.refuse(whiteout & (flat.nlink > 1), "a whiteout with two names; overlayfs allows one")
 
 

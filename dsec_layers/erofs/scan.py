@@ -17,6 +17,7 @@ import numpy.typing as npt
 from dsec_layers.erofs import format as fmt
 from dsec_layers.erofs.columns import Ints, Mask, slices
 from dsec_layers.erofs.inodes import Geometry, InodeTable, decode_inodes, inode_modes
+from dsec_layers.erofs.overlay import whiteout_columns
 from dsec_layers.erofs.tree import BLOCK, show_path
 from dsec_layers.errors import ImageError
 
@@ -127,7 +128,7 @@ def _check_whole(geometry: Geometry, found: Scan) -> None:
     claimed = (table.body_at - table.pos) + table.inline + table.chunks * table.unit + small
     if claimed.sum(dtype=np.float64) > geometry.length:
         raise ImageError("inodes that overlap: together they claim more than the image holds")
-    whiteout = ((table.mode & 0o170000) == stat.S_IFCHR) & (table.i_u == 0)
+    whiteout = whiteout_columns(table.mode, table.i_u)
     found.refuse(whiteout & ((table.nlink > 1) | (found.links > 1)), "a whiteout with more than one link")
     link = (table.mode & 0o170000) == stat.S_IFLNK
     found.refuse(link & ((table.size == 0) | (table.size > fmt.MAX_TARGET)), "a link target that is empty or too long")

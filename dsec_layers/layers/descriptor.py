@@ -1,18 +1,14 @@
-"""OCI descriptors and the media types of this project (docs/formats/layer.md)."""
+"""The media types of this project (docs/formats/layer.md)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from dsec_layers.digest import Digest
+from dsec_layers.oci import INDEX, MANIFEST, Descriptor
 
 __all__ = ["CHUNKS", "CONFIG", "ENVIRONMENT", "EROFS", "INDEX", "LAYER", "MANIFEST", "METADATA", "SEGMENTS", "Descriptor", "Kind"]
 
-MANIFEST: Final = "application/vnd.oci.image.manifest.v1+json"
-INDEX: Final = "application/vnd.oci.image.index.v1+json"
 LAYER: Final = "application/vnd.dsec.layer.v1"
 ENVIRONMENT: Final = "application/vnd.dsec.environment.v1"
 CONFIG: Final = "application/vnd.dsec.layer.config.v1+json"
@@ -30,13 +26,3 @@ class Kind(StrEnum):
     WORKSPACE = "workspace"
     TOOLKIT = "toolkit"
     DIFF = "diff"
-
-
-@dataclass(frozen=True, slots=True)
-class Descriptor:
-    """A reference to a blob: what it is, its digest, its size in bytes."""
-
-    media_type: str
-    digest: Digest
-    size: int
-    annotations: Mapping[str, str] = field(default_factory=dict, hash=False)

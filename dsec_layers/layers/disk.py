@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from dsec_layers.digest import Buffer
 from dsec_layers.errors import ImageError
-from dsec_layers.layers.descriptor import MANIFEST, Descriptor
+from dsec_layers.oci import MANIFEST, Descriptor, canonical_json, descriptor_json
 
 __all__ = [
     "DISK",
@@ -79,7 +79,7 @@ class DiskConfig:
             "recipe": dict(self.recipe or {}),
             "builder": self.builder,
         }
-        return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+        return canonical_json(value)
 
     @classmethod
     def parse(cls, data: Buffer) -> DiskConfig:
@@ -116,10 +116,10 @@ class DiskImage:
             "schemaVersion": 2,
             "mediaType": MANIFEST,
             "artifactType": DISK,
-            "config": _json(self.config),
-            "layers": [_json(item) for item in self.blobs()[1:]],
+            "config": descriptor_json(self.config),
+            "layers": [descriptor_json(item) for item in self.blobs()[1:]],
         }
-        return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+        return canonical_json(value)
 
     @classmethod
     def of(cls, config: Descriptor, items: Sequence[Descriptor]) -> DiskImage:
@@ -151,10 +151,3 @@ def parse_pieces(data: Buffer, blob_size: int) -> list[bytes]:
         raise ImageError("not the pieces list of this blob")
     body = bytes(data[_HEADER.size :])
     return [body[at : at + _DIGEST] for at in range(0, len(body), _DIGEST)]
-
-
-def _json(item: Descriptor) -> dict[str, Any]:
-    value: dict[str, Any] = {"mediaType": item.media_type, "digest": item.digest, "size": item.size}
-    if item.annotations:
-        value["annotations"] = dict(item.annotations)
-    return value

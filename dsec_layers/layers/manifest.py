@@ -16,6 +16,7 @@ from dsec_layers.errors import ImageError
 from dsec_layers.layers import descriptor as d
 from dsec_layers.layers.descriptor import Descriptor, Kind
 from dsec_layers.layers.disk import DISK, DiskImage
+from dsec_layers.oci import canonical_json, descriptor_json, parse_descriptor, parse_list
 
 __all__ = [
     "FOREIGN",
@@ -40,11 +41,6 @@ FOREIGN: Final = "dev.dsec.foreign"
 FORMAT: Final = 1
 ALGORITHMS: Final = {"blobs": "sha256", "content": "blake3"}
 LAYOUTS: Final = ("segments", "compressed")
-
-
-def canonical_json(value: Any) -> bytes:
-    """JSON with one spelling: sorted keys, no white space, UTF-8."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +112,8 @@ class Layer:
                 "schemaVersion": 2,
                 "mediaType": d.MANIFEST,
                 "artifactType": d.LAYER,
-                "config": _descriptor_json(self.config),
-                "layers": [_descriptor_json(item) for item in self.blobs()[1:]],
+                "config": descriptor_json(self.config),
+                "layers": [descriptor_json(item) for item in self.blobs()[1:]],
                 "annotations": {KIND: str(self.kind)},
             }
         )
@@ -137,7 +133,7 @@ class Environment:
                 "mediaType": d.INDEX,
                 "artifactType": d.ENVIRONMENT,
                 "manifests": [
-                    _descriptor_json(item) | {"artifactType": d.LAYER, "annotations": {**item.annotations, KIND: str(kind)}}
+                    descriptor_json(item) | {"artifactType": d.LAYER, "annotations": {**item.annotations, KIND: str(kind)}}
                     for kind, item in self.layers
                 ],
             }
@@ -169,7 +165,7 @@ def parse_layer(data: Buffer) -> Layer:
     config = _descriptor(value.get("config"))
     if config.media_type != d.CONFIG:
         raise ImageError(f"layer config has media type {config.media_type[:100]!r}")
-    items = [_descriptor(item) for item in _list(value.get("layers"))]
+    items = [_descriptor(item) for item in _list(value, "layers")]
     by_type = {kind: [item for item in items if item.media_type == kind] for kind in (d.METADATA, d.EROFS, d.CHUNKS, d.SEGMENTS)}
     if sum(map(len, by_type.values())) != len(items):
         raise ImageError("layer manifest has a blob of unknown media type")
@@ -187,7 +183,7 @@ def parse_environment(data: Buffer) -> Environment:
     if value.get("artifactType") != d.ENVIRONMENT or value.get("schemaVersion") != 2:
         raise ImageError("not an environment index")
     layers: list[tuple[Kind, Descriptor]] = []
-    for item in _list(value.get("manifests")):
+    for item in _list(value, "manifests"):
         layer = _descriptor(item)
         if layer.media_type != d.MANIFEST:
             raise ImageError(f"environment member has media type {layer.media_type[:100]!r}")
@@ -202,7 +198,7 @@ def parse_disk(data: Buffer) -> DiskImage:
     value = _object(data)
     if value.get("artifactType") != DISK or value.get("schemaVersion") != 2:
         raise ImageError("not a disk manifest")
-    return DiskImage.of(_descriptor(value.get("config")), [_descriptor(item) for item in _list(value.get("layers"))])
+    return DiskImage.of(_descriptor(value.get("config")), [_descriptor(item) for item in _list(value, "layers")])
 
 
 def parse_config(data: Buffer) -> LayerConfig:
@@ -282,13 +278,6 @@ def _is_text_map(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(k, str) and isinstance(v, str) for k, v in value.items())
 
 
-def _descriptor_json(item: Descriptor) -> dict[str, Any]:
-    value: dict[str, Any] = {"mediaType": item.media_type, "digest": item.digest, "size": item.size}
-    if item.annotations:
-        value["annotations"] = dict(item.annotations)
-    return value
-
-
 def _object(data: Buffer) -> dict[str, Any]:
     if len(data) > MAX_JSON:
         raise ImageError(f"manifest of {len(data)} bytes is over the limit of {MAX_JSON}")
@@ -306,23 +295,12 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list) or len(value) > MAX_DESCRIPTORS:
-        raise ImageError("manifest has no proper list of blobs")
-    return value
-
-
 def _descriptor(value: Any) -> Descriptor:
-    if not isinstance(value, dict):
-        raise ImageError("manifest has a descriptor that is no object")
-    media_type, digest, size, annotations = (value.get(key) for key in ("mediaType", "digest", "size", "annotations"))
-    if not isinstance(media_type, str) or not isinstance(digest, str) or not is_digest(digest):
-        raise ImageError("manifest has a descriptor without media type or digest")
-    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 1 << 63:
-        raise ImageError("manifest has a descriptor without a proper size")
-    if not _is_text_map(annotations or {}):
-        raise ImageError("manifest has a descriptor with improper annotations")
-    return Descriptor(media_type, digest, size, annotations or {})
+    return parse_descriptor(value, "manifest")
+
+
+def _list(value: dict[str, Any], key: str) -> list[Any]:
+    return parse_list(value.get(key), "manifest", MAX_DESCRIPTORS)
 
 
 def _kind(value: dict[str, Any]) -> Kind:

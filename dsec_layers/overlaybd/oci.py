@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from dsec_layers.digest import Digest, check_digest, is_digest
+from dsec_layers.digest import Digest, check_digest
 from dsec_layers.errors import ImageError, UsageError
+from dsec_layers.oci import Descriptor
 
 __all__ = [
     "ARTIFACT_NATIVE",
@@ -20,9 +19,9 @@ __all__ = [
     "PREFIX",
     "VERSION",
     "BlobInfo",
+    "blob_info",
     "chain_uuid",
     "layer_descriptor",
-    "parse_descriptor",
 ]
 
 PREFIX = "containerd.io/snapshot/overlaybd/"
@@ -64,7 +63,7 @@ class BlobInfo:
         return self.version in _TURBO_VERSIONS or bool(self.target_digest)
 
 
-def layer_descriptor(blob: BlobInfo, *, media_type: str = MEDIA_TYPE_OCI) -> dict[str, Any]:
+def layer_descriptor(blob: BlobInfo, *, media_type: str = MEDIA_TYPE_OCI) -> Descriptor:
     """The OCI descriptor of a layer blob, annotated. Raises UsageError for a malformed digest or size."""
     if blob.size < 0:
         raise UsageError(f"a blob cannot have {blob.size} bytes")
@@ -81,21 +80,19 @@ def layer_descriptor(blob: BlobInfo, *, media_type: str = MEDIA_TYPE_OCI) -> dic
         "turbo-oci/target-media-type": blob.target_media_type,
     }
     annotations.update({PREFIX + name: value for name, value in optional.items() if value})
-    return {"mediaType": media_type, "digest": blob.digest, "size": blob.size, "annotations": annotations}
+    return Descriptor(media_type, blob.digest, blob.size, annotations)
 
 
-def parse_descriptor(descriptor: Mapping[str, Any]) -> BlobInfo | None:
+def blob_info(descriptor: Descriptor) -> BlobInfo | None:
     """What an OCI layer descriptor says of an OverlayBD blob; None when it describes another kind of layer. Raises ImageError for malformed annotations."""
-    annotations = descriptor.get("annotations") or {}
-    if not isinstance(annotations, Mapping) or not all(isinstance(value, str) for value in annotations.values()):
-        raise ImageError("layer descriptor: annotations are not strings")
+    annotations = descriptor.annotations
     digest, stated = annotations.get(PREFIX + "blob-digest"), annotations.get(PREFIX + "blob-size")
     if digest is None or stated is None:
         return None
-    if not is_digest(digest) or digest != descriptor.get("digest"):
-        raise ImageError(f"layer descriptor: the blob digest {digest[:100]!r} is malformed or not the layer's")
+    if digest != descriptor.digest:
+        raise ImageError(f"layer descriptor: the blob digest {digest[:100]!r} is not the layer's")
     size = _count(stated, "blob-size")
-    if size != descriptor.get("size"):
+    if size != descriptor.size:
         raise ImageError(f"layer descriptor: the blob size {size} is not the layer's")
 
     def turbo(name: str) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from dsec_layers.erofs.overlay import TRUSTED_PREFIX
 from dsec_layers.errors import InputError, UsageError
 from dsec_layers.sandbox.syscalls import open_in_root
 
@@ -135,7 +136,7 @@ def copy_attributes(source: Path, target: Path) -> None:
     os.chown(target, status.st_uid, status.st_gid)
     target.chmod(stat.S_IMODE(status.st_mode))
     for name in os.listxattr(source):
-        if not name.startswith("trusted.overlay."):
+        if not os.fsencode(name).startswith(TRUSTED_PREFIX):
             with suppress(OSError):
                 os.setxattr(target, name, os.getxattr(source, name))
     os.utime(target, ns=(status.st_mtime_ns, status.st_mtime_ns))

@@ -11,7 +11,7 @@ from typing import Self
 from dsec_layers.blocksource import FileSource, check_range
 from dsec_layers.digest import Buffer
 from dsec_layers.errors import NotFound
-from dsec_layers.fsio import map_os_error, pwrite_all
+from dsec_layers.fsio import data_ranges, map_os_error, pwrite_all
 from dsec_layers.fuse.nbd.exports import Piece
 from dsec_layers.fuse.nbd.protocol import NBD_STATE_HOLE, NBD_STATE_ZERO
 from dsec_layers.linux.fallocate import punch_hole
@@ -59,21 +59,13 @@ class LocalFile(FileSource):
     def block_status(self, offset: int, length: int) -> Iterator[tuple[int, int]]:
         """See ExtentSource. What the file system says of holes; a device or file system that says nothing is all data."""
         end = offset + length
-        while offset < end:
-            try:
-                data = min(os.lseek(self._fd, offset, os.SEEK_DATA), end)
-            except OSError as error:
-                if error.errno != errno.ENXIO:  # which means a hole up to the end of the file
-                    yield end - offset, 0
-                    return
-                data = end
+        for data, hole in data_ranges(self._fd, end, offset):
             if data > offset:
                 yield data - offset, NBD_STATE_HOLE | NBD_STATE_ZERO
-            if data < end:
-                hole = min(os.lseek(self._fd, data, os.SEEK_HOLE), end)
-                yield hole - data, 0
-                data = hole
-            offset = data
+            yield hole - data, 0
+            offset = hole
+        if offset < end:
+            yield end - offset, NBD_STATE_HOLE | NBD_STATE_ZERO
 
     def cache(self, offset: int, length: int) -> None:
         """See PrefetchSource."""

@@ -17,6 +17,7 @@ from dsec_layers.api.disks import commit, create, find_disk, info, opened
 from dsec_layers.api.session import Session
 from dsec_layers.digest import sha256_digest
 from dsec_layers.errors import ImageError, InputError, NoSpace, UsageError
+from dsec_layers.oci import descriptor_json
 from dsec_layers.overlaybd.oci import BlobInfo, layer_descriptor
 from dsec_layers.proc import inherited_environment, run
 from tests.disks_kit import MIB, noise, quiet_session, sealed_content
@@ -148,8 +149,8 @@ def oci_layout(root: Path, blobs: list[bytes], version: str = "0.1.0") -> Path:
     for data in blobs:
         put(data)
         layers.append(layer_descriptor(BlobInfo(sha256_digest(data), len(data), version, fs_type="ext4")))
-    config = put(json.dumps({"rootfs": {"type": "layers", "diff_ids": [item["digest"] for item in layers]}}).encode())
-    manifest = put(json.dumps({"schemaVersion": 2, "config": config, "layers": layers}).encode())
+    config = put(json.dumps({"rootfs": {"type": "layers", "diff_ids": [item.digest for item in layers]}}).encode())
+    manifest = put(json.dumps({"schemaVersion": 2, "config": config, "layers": [descriptor_json(item) for item in layers]}).encode())
     (root / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [manifest]}))
     (root / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}')
     return root

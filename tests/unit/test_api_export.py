@@ -7,6 +7,7 @@ import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -188,3 +189,29 @@ def test_bad_calls(session: Session, tree: Path, tmp_path: Path) -> None:
     rm(session, "t:1")
     with pytest.raises(NotFound):
         rm(session, "t:1")
+
+
+@pytest.mark.parametrize("format", ["tar", "erofs", "oci"])
+def test_two_exports_to_one_target_do_not_collide(session: Session, tree: Path, tmp_path: Path, format: str) -> None:
+    """One that is under way is not disturbed by a second, and what is there by the end is not replaced."""
+    import_source(session, tree, kind="base", name="t:1")
+    export(session, "t:1", tmp_path / "alone", format=format)
+    target = tmp_path / "out/target"
+    target.parent.mkdir()
+
+    quiet = session.progress
+
+    class Meanwhile:
+        """At the first step of one export, another is made."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "task" and session.progress is not quiet:
+                session.progress = quiet
+                export(session, "t:1", target, format=format)
+            return getattr(quiet, name)
+
+    session.progress = Meanwhile()
+    with pytest.raises(Conflict, match="exists already"):
+        export(session, "t:1", target, format=format)
+    assert [path.name for path in target.parent.iterdir()] == ["target"]
+    run(["diff", "-r", tmp_path / "alone", target])

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dsec_layers.builders.merge_overlay import OPAQUE_XATTR, is_opaque, is_whiteout, overlay_xattr, stack_uppers
+from dsec_layers.builders.merge_overlay import overlay_xattr, stack_uppers
 from dsec_layers.builders.sources.directory import OverlaySource
+from dsec_layers.erofs.overlay import OPAQUE_XATTR, is_opaque, is_whiteout
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.errors import InputError
 from tests.oracle import MemorySink

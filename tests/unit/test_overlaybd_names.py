@@ -12,8 +12,9 @@ import pytest
 
 from dsec_layers.blocksource import BytesSource, FileSource, MemoryDisk, SliceSource
 from dsec_layers.errors import CorruptError, ImageError, StoreError, UsageError
+from dsec_layers.oci import Descriptor, descriptor_json
 from dsec_layers.overlaybd.config import ImageConfig, LowerConfig, UpperConfig, blob_url, lower_paths, parse_config, render_config
-from dsec_layers.overlaybd.oci import BlobInfo, chain_uuid, layer_descriptor, parse_descriptor
+from dsec_layers.overlaybd.oci import BlobInfo, blob_info, chain_uuid, layer_descriptor
 
 DIGEST = "sha256:" + "c3" * 32
 
@@ -101,7 +102,7 @@ def test_values_of_a_wrong_kind(change: dict[str, Any]) -> None:
 def test_descriptor_of_the_base_layer() -> None:
     blob = BlobInfo("sha256:c3a417552a6cf9ffa959b541850bab7d7f08f4255425bf8b48c85f7b36b378d9", 4737695)
     descriptor = layer_descriptor(blob)
-    assert descriptor == {
+    assert descriptor_json(descriptor) == {
         "mediaType": "application/vnd.oci.image.layer.v1.tar",
         "digest": blob.digest,
         "size": 4737695,
@@ -111,30 +112,30 @@ def test_descriptor_of_the_base_layer() -> None:
             "containerd.io/snapshot/overlaybd/version": "0.1.0",
         },
     }
-    assert parse_descriptor(descriptor) == blob
+    assert blob_info(descriptor) == blob
     assert not blob.is_turbo
 
 
 def test_turbo_descriptors_old_and_new() -> None:
     blob = BlobInfo(DIGEST, 5, "0.1.0-turbo.ociv1", "ext4", 64, True, DIGEST, "application/vnd.oci.image.layer.v1.tar+gzip")
     descriptor = layer_descriptor(blob)
-    assert parse_descriptor(descriptor) == blob
+    assert blob_info(descriptor) == blob
     assert blob.is_turbo
-    old = {key.replace("turbo-oci/", "fastoci/"): value for key, value in descriptor["annotations"].items()}
+    old = {key.replace("turbo-oci/", "fastoci/"): value for key, value in descriptor.annotations.items()}
     old["containerd.io/snapshot/overlaybd/version"] = "0.1.0-fastoci"
-    found = parse_descriptor({**descriptor, "annotations": old})
+    found = blob_info(replace(descriptor, annotations=old))
     assert found == replace(blob, version="0.1.0-fastoci")
 
 
 def test_other_layers_are_no_overlaybd() -> None:
-    assert parse_descriptor({"digest": DIGEST, "size": 5}) is None
-    assert parse_descriptor({"digest": DIGEST, "size": 5, "annotations": {"org.example": "x"}}) is None
+    assert blob_info(Descriptor("", DIGEST, 5)) is None
+    assert blob_info(Descriptor("", DIGEST, 5, {"org.example": "x"})) is None
 
 
-@pytest.mark.parametrize("change", [{"digest": "sha256:0"}, {"size": 6}, {"annotations": {"a": 1}}, {"annotations": "x"}])
+@pytest.mark.parametrize("change", [{"digest": "sha256:" + "0" * 64}, {"size": 6}])
 def test_descriptors_that_contradict_themselves(change: dict[str, Any]) -> None:
     with pytest.raises(ImageError):
-        parse_descriptor({**layer_descriptor(BlobInfo(DIGEST, 5)), **change})
+        blob_info(replace(layer_descriptor(BlobInfo(DIGEST, 5)), **change))
 
 
 def test_descriptor_arguments() -> None:

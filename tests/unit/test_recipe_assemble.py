@@ -11,10 +11,10 @@ import pytest
 from dsec_layers.builders.assemble import HashSink, input_key, resolve_input
 from dsec_layers.builders.layertree import Underneath, cut_to_prefix, drop_marks, exclude, leading, rooted
 from dsec_layers.builders.materialize import materialize
-from dsec_layers.builders.merge_overlay import OPAQUE_XATTR
 from dsec_layers.builders.sink import ContentSink
 from dsec_layers.builders.sources.directory import DirectorySource
 from dsec_layers.builders.sources.excludes import Excludes
+from dsec_layers.erofs.overlay import OPAQUE_XATTR
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.errors import InputError, LimitError, NotFound, UsageError
 from dsec_layers.progress import SILENT, Progress

@@ -6,8 +6,8 @@ import stat
 
 import pytest
 
-from dsec_layers.builders.merge_overlay import OPAQUE_XATTR
 from dsec_layers.builders.scrub import RULES, Removed, rules_for, scrub_tree
+from dsec_layers.erofs.overlay import OPAQUE_XATTR
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.errors import UsageError
 
