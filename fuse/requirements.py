@@ -17,8 +17,6 @@ __all__ = ["check_fanotify", "check_root", "kernel_version", "watch"]
 
 _FILE_SYSTEMS: Final = ("ext4", "xfs", "btrfs")
 _EVENTS_SINCE: Final = (6, 14)
-_FILES_SINCE: Final = (6, 12)
-"""EROFS mounts whose image is a file."""
 
 
 def kernel_version() -> tuple[int, int]:

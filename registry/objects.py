@@ -17,7 +17,6 @@ import numpy as np
 
 from dsec_layers.digest import Buffer, Digest, is_digest
 from dsec_layers.errors import Conflict, CorruptError, ImageError, InputError, NotFound, UsageError
-from dsec_layers.layers import descriptor as d
 from dsec_layers.layers.descriptor import Descriptor
 from dsec_layers.layers.disk import DiskConfig, DiskImage
 from dsec_layers.layers.frames import CHUNKS_BOUND, MAX_METADATA, unpack
@@ -29,7 +28,6 @@ from dsec_layers.layers.manifest import (
     Object,
     parse_config,
     parse_disk,
-    parse_environment,
     parse_layer,
     parse_object,
 )
@@ -46,12 +44,10 @@ __all__ = [
     "load_config",
     "load_disk",
     "load_disk_config",
-    "load_environment",
     "load_layer",
     "load_metadata",
     "load_object",
     "peek",
-    "publish_config",
     "publish_object",
     "put_blob",
     "reach",
@@ -69,11 +65,6 @@ def put_blob(store: Store, media_type: str, data: Buffer) -> Descriptor:
     """Store ``data`` and describe it."""
     info = put_bytes(store, data)
     return Descriptor(media_type, info.digest, info.size)
-
-
-def publish_config(store: Store, config: LayerConfig) -> Descriptor:
-    """Store a layer's config."""
-    return put_blob(store, d.CONFIG, config.to_json())
 
 
 def publish_object(store: Store, value: Object) -> Digest:
@@ -139,11 +130,6 @@ def load_object(store: Store, digest: Digest) -> Object:
 def load_layer(store: Store, digest: Digest) -> Layer:
     """The layer that a manifest digest names."""
     return _parsed(digest, parse_layer, read_blob(store, digest, limit=MAX_JSON))
-
-
-def load_environment(store: Store, digest: Digest) -> Environment:
-    """The environment that an index digest names."""
-    return _parsed(digest, parse_environment, read_blob(store, digest, limit=MAX_JSON))
 
 
 def load_disk(store: Store, digest: Digest) -> DiskImage:

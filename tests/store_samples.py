@@ -19,7 +19,7 @@ from dsec_layers.layers.frames import SeekTable, compress, join_metadata
 from dsec_layers.layers.manifest import FOREIGN, Environment, Layer, LayerConfig
 from dsec_layers.layers.tables import CHUNK, SEGMENT, Table, pack_chunks, pack_segments
 from dsec_layers.progress import SILENT, Task
-from dsec_layers.registry.objects import publish_config, publish_object, put_blob
+from dsec_layers.registry.objects import publish_object, put_blob
 from dsec_layers.store.base import Store
 
 CHUNK_SIZE = 65536
@@ -53,6 +53,11 @@ class Heard:
         self.lines.append(message)
 
     debug = warning = info
+
+
+def publish_config(store: Store, config: LayerConfig) -> Descriptor:
+    """Store a layer's config."""
+    return put_blob(store, d.CONFIG, config.to_json())
 
 
 def content(seed: int, size: int) -> bytes:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from platformdirs import PlatformDirs
 
 from dsec_layers.errors import UsageError
 
@@ -29,17 +30,17 @@ class Settings:
     driver: str = "fanotify"
 
 
-def config_path(environ: Mapping[str, str] | None = None) -> Path:
+def config_path() -> Path:
     """The configuration file: ``dsec-layers/config.toml`` under XDG_CONFIG_HOME."""
-    return _xdg("XDG_CONFIG_HOME", ".config", environ or os.environ) / "config.toml"
+    return _folders().user_config_path / "config.toml"
 
 
-def load_settings(store: str | None, cache: str | None, environ: Mapping[str, str] | None = None) -> Settings:
+def load_settings(store: str | None, cache: str | None) -> Settings:
     """Settings from the given options (None: not given) and the three places behind them. UsageError for a bad file."""
-    env = os.environ if environ is None else environ
-    values = _read_config(config_path(env))
-    default_store = str(_xdg("XDG_DATA_HOME", ".local/share", env) / "store")
-    default_cache = str(_xdg("XDG_CACHE_HOME", ".cache", env))
+    env, folders = os.environ, _folders()
+    values = _read_config(config_path())
+    default_store = str(folders.user_data_path / "store")
+    default_cache = str(folders.user_cache_path)
     driver = env.get("DSEC_DRIVER") or values.get("driver") or "fanotify"
     if driver not in _DRIVERS:
         raise UsageError(f"no driver is called {driver[:40]!r}", hint=f"DSEC_DRIVER and driver in config.toml are {' or '.join(_DRIVERS)}")
@@ -60,10 +61,9 @@ def source_date_epoch() -> int | None:
     return int(text)
 
 
-def _xdg(name: str, fallback: str, env: Mapping[str, str]) -> Path:
-    value = env.get(name)
-    home = Path(value) if value and value.startswith("/") else Path(env.get("HOME", "/root")) / fallback
-    return home / "dsec-layers"
+def _folders() -> PlatformDirs:
+    """Where a user's files belong (XDG base directory specification); root's are no others than a user's. Nothing is made here."""
+    return PlatformDirs("dsec-layers", appauthor=False, use_site_for_root=False, ensure_exists=False)
 
 
 def _read_config(path: Path) -> dict[str, str]:

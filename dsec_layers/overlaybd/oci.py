@@ -10,11 +10,6 @@ from dsec_layers.errors import ImageError, UsageError
 from dsec_layers.oci import Descriptor
 
 __all__ = [
-    "ARTIFACT_NATIVE",
-    "ARTIFACT_TURBO",
-    "LABEL_LOCAL_COMMIT_PATH",
-    "LABEL_WRITABLE",
-    "MEDIA_TYPE_DOCKER",
     "MEDIA_TYPE_OCI",
     "PREFIX",
     "VERSION",
@@ -32,13 +27,6 @@ _TURBO_VERSIONS = ("0.1.0-turbo.ociv1", "0.1.0-fastoci")
 
 MEDIA_TYPE_OCI = "application/vnd.oci.image.layer.v1.tar"
 """Of the layers: an uncompressed tar, so that the diff ID is the blob's digest."""
-
-MEDIA_TYPE_DOCKER = "application/vnd.docker.image.rootfs.diff.tar"
-ARTIFACT_NATIVE = "application/vnd.containerd.overlaybd.native.v1+json"
-ARTIFACT_TURBO = "application/vnd.containerd.overlaybd.turbo.v1+json"
-
-LABEL_WRITABLE = "containerd.io/snapshot/overlaybd.writable"
-LABEL_LOCAL_COMMIT_PATH = "containerd.io/snapshot/overlaybd.localcommitpath"
 
 _CHAIN_ID = re.compile(r"sha256:([0-9a-f]{64})\Z")
 _FASTOCI = "containerd.io/snapshot/overlaybd/fastoci/"

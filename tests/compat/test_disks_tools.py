@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from dsec_layers.oci import descriptor_json
 from dsec_layers.overlaybd.oci import BlobInfo, layer_descriptor
 from dsec_layers.proc import inherited_environment, run
 from tests.disks_kit import MIB, noise, quiet_session, sealed_content
+from tests.kit.tools import need
 from tests.overlaybd_vectors import EXPECTED, vector
 
 
@@ -28,13 +28,6 @@ from tests.overlaybd_vectors import EXPECTED, vector
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     with quiet_session(tmp_path, monkeypatch) as made:
         yield made
-
-
-def need(*tools: str) -> None:
-    path = os.environ["PATH"] + ":/usr/sbin:/sbin"
-    for tool in tools:
-        if shutil.which(tool, path=path) is None:
-            pytest.skip(f"{tool} is not installed")
 
 
 def sample(root: Path) -> Path:

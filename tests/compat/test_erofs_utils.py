@@ -14,17 +14,10 @@ from dsec_layers.erofs.dump import dump
 from dsec_layers.erofs.reader import Image
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.erofs.writer import render
-from dsec_layers.errors import ToolError
-from dsec_layers.proc import Completed, find_tool, run
+from dsec_layers.proc import Completed, run
 from tests.erofs_samples import SAMPLES, make_source, pack_directory
+from tests.kit.tools import missing, tool
 from tests.oracle import diff, snapshot_dir, snapshot_tree
-
-
-def tool(name: str) -> str:
-    try:
-        return find_tool(name)
-    except ToolError as error:
-        pytest.skip(f"{error.message} ({error.hint})")
 
 
 def version() -> tuple[int, ...]:
@@ -159,7 +152,7 @@ def test_a_compressed_image_gives_its_metadata(tmp_path: Path) -> None:
     source = make_source(tmp_path / "source")
     buffer, done = mkfs(tmp_path, ["-zlz4"], source, check=False)
     if done.code != 0:
-        pytest.skip("this mkfs.erofs has no lz4")
+        missing("this mkfs.erofs has no lz4")
     tree = Image(buffer).tree(metadata_only=True)
     assert diff(snapshot_dir(source), snapshot_tree(tree, lambda inode: b""), ignore=("sha256",)) == []
 

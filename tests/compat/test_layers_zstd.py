@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from dsec_layers.layers.frames import split_metadata
-from dsec_layers.proc import find_tool, run
+from dsec_layers.proc import run
 from dsec_layers.registry.objects import load_metadata
 from dsec_layers.store.memory import MemoryStore
 from dsec_layers.store.transfer import read_blob
+from tests.kit.tools import module, tool
 from tests.store_samples import Sample, content, make_layer
 
 
@@ -32,11 +33,11 @@ def test_zstd_gives_the_flat_image(parts: tuple[MemoryStore, Sample, bytes], tmp
     for item in (sample.layer.metadata, sample.own):
         paths.append(tmp_path / f"{item.digest[7:]}.zst")
         paths[-1].write_bytes(read_blob(store, item.digest, limit=1 << 30))
-    assert run([find_tool("zstd"), "-dc", *paths]).stdout == flat
+    assert run([tool("zstd"), "-dc", *paths]).stdout == flat
 
 
 def test_the_seek_table_is_read_by_pyzstd(parts: tuple[MemoryStore, Sample, bytes]) -> None:
-    pyzstd = pytest.importorskip("pyzstd", reason="pyzstd is not installed")
+    pyzstd = module("pyzstd")
     store, sample, flat = parts
     blob = read_blob(store, sample.own.digest, limit=1 << 30)
     data = flat[len(split_metadata(read_blob(store, sample.layer.metadata.digest, limit=1 << 30))[0]) :]

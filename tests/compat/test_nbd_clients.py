@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,15 +13,10 @@ from dsec_layers.blocksource import BlockSource, BytesSource, MemoryDisk
 from dsec_layers.fuse.nbd import Export, LocalDisk, LocalFile, Server, run_captive
 from dsec_layers.proc import run
 from dsec_layers.progress import SILENT
+from tests.kit.tools import need
 
 MIB = 1 << 20
 SIZE = 24 * MIB
-
-
-def need(*programs: str) -> None:
-    for program in programs:
-        if shutil.which(program) is None:
-            pytest.skip(f"{program} is not installed")
 
 
 class Strict:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 
 from dsec_layers.fuse.nbd import LocalFile
 from dsec_layers.proc import PIPE, Process, clean_environment, spawn
+from tests.kit.tools import need
 
 ROOT = Path(__file__).resolve().parents[2]
 KIB = 1 << 10
@@ -74,8 +74,7 @@ class QemuIo:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_e6_restart_under_a_reconnecting_client(tmp_path: Path, number: signal.Signals) -> None:
     """The public case E6 with QEMU as the client: writes are in flight while the server goes, and again while it is away."""
-    if shutil.which("qemu-io") is None:
-        pytest.skip("qemu-io is not installed")
+    need("qemu-io")
     disk, socket = tmp_path / "disk", tmp_path / "socket"
     with open(disk, "wb") as stream:
         stream.truncate(SIZE)

@@ -18,6 +18,7 @@ from dsec_layers.fuse.nbd import Export, LocalDisk, Server, Tls, TlsMode
 from dsec_layers.fuse.nbd import protocol as nbd
 from dsec_layers.fuse.nbd.tls import read_keys
 from dsec_layers.proc import run
+from tests.kit.tools import need
 from tests.nbd_certificates import make_certificates
 from tests.nbd_client import Client, export_query
 
@@ -28,8 +29,7 @@ DATA = random.Random(4).randbytes(SIZE)
 @pytest.fixture(scope="module")
 def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Certificates signed by one CA, and, in the folder ``stranger``, others signed by another."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
+    need("openssl")
     folder = tmp_path_factory.mktemp("pki")
     make_certificates(folder)
     (folder / "stranger").mkdir()
@@ -53,12 +53,6 @@ def export(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Export]:
 def uri(server: Server, certificates: Path) -> str:
     _, port = server.address  # type: ignore[misc]
     return f"nbds://localhost:{port}/?tls-certificates={certificates}"
-
-
-def need(*programs: str) -> None:
-    for program in programs:
-        if shutil.which(program) is None:
-            pytest.skip(f"{program} is not installed")
 
 
 def test_nbdcopy_both_ways(export: Export, pki: Path, tmp_path: Path) -> None:

@@ -10,20 +10,13 @@ import pytest
 import xxhash
 
 from dsec_layers import proc
-from dsec_layers.errors import ToolError
 from dsec_layers.linux.mount import mount_erofs, umount
 from dsec_layers.registry.objects import load_metadata
 from dsec_layers.store.posix import PosixStore
+from tests.kit.tools import tool
 from tests.pack_inputs import Files, Pieces, noise, pack, text
 
 MIB = 1 << 20
-
-
-def tool(name: str) -> str:
-    try:
-        return proc.find_tool(name)
-    except ToolError as error:
-        pytest.skip(error.message)
 
 
 FILES = Files(

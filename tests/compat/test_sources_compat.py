@@ -12,17 +12,11 @@ import pytest
 
 from dsec_layers import proc
 from dsec_layers.builders.sources.detect import detect
+from tests.kit.tools import tool
 from tests.oracle import MemorySink, Snapshot, diff, snapshot_dir, snapshot_tree
 from tests.tars import directory, entry, file, hard_link, make_tar, node, symlink
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: extraction sets owners")
-
-
-def tool(name: str) -> str:
-    path = shutil.which(name)
-    if path is None:
-        pytest.skip(f"{name} is not installed")
-    return path
 
 
 def read(source: Path, reference: str | None = None) -> Snapshot:

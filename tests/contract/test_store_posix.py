@@ -1,4 +1,4 @@
-"""The directory store keeps the contract, alone and under every wrapper."""
+"""The directory store keeps the contract, alone and under the wrappers of tests."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from pathlib import Path
 import pytest
 
 from dsec_layers.store.base import Store
-from dsec_layers.store.count import CountStore
-from dsec_layers.store.fallback import FallbackStore
-from dsec_layers.store.faulty import FaultyStore
-from dsec_layers.store.memory import MemoryStore
 from dsec_layers.store.posix import PosixStore
-from dsec_layers.store.retry import RetryStore
-from dsec_layers.store.verify import VerifyStore
 from tests.contract.suite import StoreContract
+from tests.kit.store_count import CountStore
+from tests.kit.store_faulty import FaultyStore
 
 
 class TestPosix(StoreContract):
@@ -39,7 +35,6 @@ class TestKeepingRemoved(StoreContract):
 class TestWrapped(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Store]:
-        first = VerifyStore(RetryStore(CountStore(FaultyStore(PosixStore(tmp_path / "store"))), first=0.001))
-        store = FallbackStore(first, MemoryStore())
+        store = CountStore(FaultyStore(PosixStore(tmp_path / "store")))
         yield store
         store.close()

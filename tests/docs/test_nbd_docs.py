@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
+
+from tests.kit.tools import need
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs/nbd.md").read_text()
 
 
 @pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
 def test_examples(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    if "qemu-img" in example and shutil.which("qemu-img") is None:
-        pytest.skip("qemu-img is not installed")
+    if "qemu-img" in example:
+        need("qemu-img")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "image.erofs").write_bytes(bytes(1 << 20))
     names: dict[str, object] = {}

@@ -16,6 +16,7 @@ from dsec_layers.sandbox.box import _try
 from dsec_layers.sandbox.cgroups import CgroupHost, read_cgroup_mounts
 from dsec_layers.sandbox.output import Collector
 from dsec_layers.sandbox.runtime import Runtime, _candidates
+from tests.kit.tools import tool
 
 APPLETS = (
     *(
@@ -66,9 +67,7 @@ APPLETS = (
 @pytest.fixture(scope="session")
 def busybox_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root directory with a static busybox and little else: no /proc, /dev, /sys, and of /etc only passwd and group. Not to be changed by tests."""
-    program = shutil.which("busybox")
-    if program is None:
-        pytest.skip("busybox-static is not installed")
+    program = tool("busybox")
     root = tmp_path_factory.mktemp("busybox")
     root.chmod(0o755)
     for name in ("bin", "etc", "home", "root", "tmp", "usr/bin", "var/tmp", "run"):
@@ -120,7 +119,8 @@ def state(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(scope="session", params=["crun", "runc"])
 def runtime(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runtime:
     """Each OCI runtime, in the first way in which it works on this host."""
-    reason = "not installed"
+    tool(request.param)
+    reason = "no way to run it was found"
     for candidate in _candidates(_cgroups()):
         if candidate.name == request.param:
             try:

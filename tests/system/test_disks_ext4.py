@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -19,6 +18,7 @@ import pytest
 
 from dsec_layers.linux.mount import umount
 from dsec_layers.proc import PIPE, Process, inherited_environment, run, spawn
+from tests.kit.tools import need
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,9 +38,9 @@ def environment(root: Path) -> dict[str, str]:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Path]:
-    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if missing or not Path("/dev/fuse").exists() or not Path("/dev/loop-control").exists():
-        pytest.skip(f"not here: {', '.join(missing) or '/dev/fuse or loop devices'}")
+    need(*TOOLS)
+    if not Path("/dev/fuse").exists() or not Path("/dev/loop-control").exists():
+        pytest.skip("no /dev/fuse or loop devices here")
     yield tmp_path
     dsec(tmp_path, "cache", "stop")
 

@@ -24,10 +24,10 @@ from dsec_layers.layers.manifest import Layer, LayerConfig
 from dsec_layers.layers.tables import SEGMENT, pack_segments
 from dsec_layers.linux.mount import umount
 from dsec_layers.proc import run
-from dsec_layers.registry.objects import load_config, publish_config, publish_object, put_blob
+from dsec_layers.registry.objects import load_config, publish_object, put_blob
 from dsec_layers.store.posix import PosixStore
 from tests.cache_kit import cached_bytes, daemon, eventually, log_of, needs_fanotify, processes_of, unmount_below
-from tests.store_samples import Sample, content, make_environment, make_layer
+from tests.store_samples import Sample, content, make_environment, make_layer, publish_config
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
 

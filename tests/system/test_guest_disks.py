@@ -21,6 +21,7 @@ from dsec_layers.disks.owner import served
 from dsec_layers.errors import HostError, ToolError
 from dsec_layers.proc import find_tool
 from tests.guest import Guest, Kernel, boot, busybox_root, cache_directory, find_kernel, pad_image, program_with_libraries, unpack
+from tests.kit.tools import missing
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,7 @@ def kernel() -> Kernel:
             find_tool(program)
         return find_kernel(cache_directory())
     except ToolError as error:
-        pytest.skip(f"a guest cannot be had: {error.message}")
+        missing(f"a guest cannot be had: {error.message}")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def world(kernel: Kernel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     try:
         client = unpack(["nbd-client", "libnl-3-200", "libnl-genl-3-200"], cache_directory())
     except ToolError as error:
-        pytest.skip(f"the guest's NBD client cannot be had: {error.message}")
+        missing(f"the guest's NBD client cannot be had: {error.message}")
     (program,) = client.glob("**/sbin/nbd-client")  # in /sbin or /usr/sbin
     program_with_libraries(program, client, home / "tool")
     with Session(home / "store", home / "cache") as session:

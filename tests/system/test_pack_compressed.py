@@ -19,9 +19,9 @@ from dsec_layers.layers.descriptor import Kind
 from dsec_layers.linux.mount import mount_erofs, umount
 from dsec_layers.registry.objects import load_config
 from dsec_layers.store.base import Store
-from dsec_layers.store.faulty import Fault, FaultyStore
 from dsec_layers.store.memory import MemoryStore
 from dsec_layers.store.posix import PosixStore
+from tests.kit.store_faulty import Fault, FaultyStore
 from tests.pack_inputs import Files, Pieces, noise, pack, text
 
 pytestmark = pytest.mark.root

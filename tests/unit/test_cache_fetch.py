@@ -16,9 +16,9 @@ from dsec_layers.errors import CorruptError, DsecError, NoSpace, NotFound, Store
 from dsec_layers.layers.frames import compress
 from dsec_layers.segment import Segment, read_segment
 from dsec_layers.store.base import Store
-from dsec_layers.store.faulty import Fault, FaultyStore
 from dsec_layers.store.memory import MemoryStore
 from tests.cache_kit import QUICK, eventually, in_threads, open_cache, put_piece
+from tests.kit.store_faulty import Fault, FaultyStore
 from tests.store_samples import content
 
 MIB = 1 << 20

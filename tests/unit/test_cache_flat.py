@@ -15,9 +15,9 @@ from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.erofs.reader import Image
 from dsec_layers.errors import CorruptError, ImageError, NotFound, StoreError, UsageError
 from dsec_layers.layers.frames import decompress
-from dsec_layers.store.faulty import Fault, FaultyStore
 from dsec_layers.store.memory import MemoryStore
 from tests.cache_kit import QUICK, in_threads, open_cache
+from tests.kit.store_faulty import Fault, FaultyStore
 from tests.store_samples import Sample, content, make_environment, make_layer
 
 FILES = {"a": content(1, 200_000), "b": content(2, 70_000), "c": content(3, 4096), "d": content(4, 65_536)}

@@ -15,9 +15,9 @@ from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.digest import Buffer
 from dsec_layers.errors import Conflict, CorruptError, DsecError, NoSpace, StoreError
 from dsec_layers.segment import Segment
-from dsec_layers.store.faulty import Fault, FaultyStore
 from dsec_layers.store.memory import MemoryStore
 from tests.cache_kit import eventually, open_cache, put_piece
+from tests.kit.store_faulty import Fault, FaultyStore
 from tests.store_samples import content
 
 MIB = 1 << 20

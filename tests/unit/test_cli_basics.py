@@ -14,7 +14,7 @@ import pytest
 from dsec_layers.cli import COMMANDS, cli, main
 from dsec_layers.cli.common import App, Command
 from dsec_layers.cli.console import Console, human_bytes, to_jsonable
-from dsec_layers.cli.settings import load_settings, source_date_epoch
+from dsec_layers.cli.settings import config_path, load_settings, source_date_epoch
 from dsec_layers.cli.values import parse_limits
 from dsec_layers.errors import NotFound, UsageError
 from dsec_layers.proc import run
@@ -42,28 +42,59 @@ def all_commands() -> list[tuple[str, click.Command]]:
     return found
 
 
-def test_settings_come_from_option_then_environment_then_file_then_default(tmp_path: Path) -> None:
-    env = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / "config")}
-    assert load_settings(None, None, env).store == str(tmp_path / ".local/share/dsec-layers/store")
-    assert load_settings(None, None, env).cache == tmp_path / ".cache/dsec-layers"
-    config = tmp_path / "config/dsec-layers/config.toml"
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home directory, and no other setting."""
+    for name in [name for name in os.environ if name.startswith(("XDG_", "DSEC_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_settings_come_from_option_then_environment_then_file_then_default(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "config"))
+    assert load_settings(None, None).store == str(home / ".local/share/dsec-layers/store")
+    assert load_settings(None, None).cache == home / ".cache/dsec-layers"
+    config = home / "config/dsec-layers/config.toml"
     config.parent.mkdir(parents=True)
     config.write_text('store = "/from/file"\ndriver = "fuse"\n')
-    assert load_settings(None, None, env).store == "/from/file"
-    assert load_settings(None, None, env).driver == "fuse"
-    assert load_settings(None, None, env | {"DSEC_STORE": "/from/env"}).store == "/from/env"
-    assert load_settings("/from/option", None, env | {"DSEC_STORE": "/from/env"}).store == "/from/option"
+    assert load_settings(None, None).store == "/from/file"
+    assert load_settings(None, None).driver == "fuse"
+    monkeypatch.setenv("DSEC_STORE", "/from/env")
+    assert load_settings(None, None).store == "/from/env"
+    assert load_settings("/from/option", None).store == "/from/option"
+
+
+@pytest.mark.parametrize("value", [None, "", "relative", "./relative"])
+def test_folders_that_are_not_set_properly_are_the_usual_ones_and_are_not_made(
+    home: Path, monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    """Of root too; a relative path in a variable counts for nothing (XDG base directory specification)."""
+    for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert load_settings(None, None).store == str(home / ".local/share/dsec-layers/store")
+    assert load_settings(None, None).cache == home / ".cache/dsec-layers"
+    assert config_path() == home / ".config/dsec-layers/config.toml"
+    assert list(home.iterdir()) == []
+
+
+def test_folders_that_are_set(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(home / "a b"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "c"))
+    assert load_settings(None, None).store == str(home / "a b/dsec-layers/store")
+    assert load_settings(None, None).cache == home / "c/dsec-layers"
 
 
 @pytest.mark.parametrize(
     ("text", "problem"), [("stor = 1", "unknown key 'stor'"), ("store = 1", "must be a string"), ("store = ", "config.toml")]
 )
-def test_a_bad_config_file_is_named(tmp_path: Path, text: str, problem: str) -> None:
-    config = tmp_path / "dsec-layers/config.toml"
-    config.parent.mkdir()
+def test_a_bad_config_file_is_named(home: Path, text: str, problem: str) -> None:
+    config = home / ".config/dsec-layers/config.toml"
+    config.parent.mkdir(parents=True)
     config.write_text(text)
     with pytest.raises(UsageError, match=problem):
-        load_settings(None, None, {"XDG_CONFIG_HOME": str(tmp_path)})
+        load_settings(None, None)
 
 
 def test_source_date_epoch(monkeypatch: pytest.MonkeyPatch) -> None:

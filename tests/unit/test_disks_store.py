@@ -28,11 +28,11 @@ from dsec_layers.layers.disk import DISK, PIECE_SIZE, DiskConfig, DiskImage, pac
 from dsec_layers.layers.manifest import parse_disk, parse_object
 from dsec_layers.registry.objects import load_disk, resolve, resolve_any
 from dsec_layers.segment import Segment
-from dsec_layers.store.faulty import Fault, FaultyStore
 from dsec_layers.store.open import open_store
 from dsec_layers.store.posix import PosixStore
 from dsec_layers.store.transfer import put_bytes
 from tests.disks_kit import MIB, content, noise, quiet_session, sealed_content
+from tests.kit.store_faulty import Fault, FaultyStore
 
 QUICK = Limits(fetches=4, deadline=0.5, pause=0.01, longest_pause=0.05, bad_answers=2)
 

@@ -19,8 +19,8 @@ from dsec_layers.layers.manifest import FOREIGN
 from dsec_layers.progress import Progress, Task
 from dsec_layers.registry.catalog import Catalog, ChunkAt
 from dsec_layers.registry.objects import load_chunks, load_metadata
-from dsec_layers.store.faulty import Fault, FaultyStore, flipped
 from dsec_layers.store.memory import MemoryStore
+from tests.kit.store_faulty import Fault, FaultyStore, flipped
 from tests.pack_inputs import Files, contents, noise, pack, text
 
 KIB, MIB = 1 << 10, 1 << 20

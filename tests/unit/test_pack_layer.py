@@ -24,9 +24,9 @@ from dsec_layers.layers.frames import Bound
 from dsec_layers.layers.tables import BLOCK
 from dsec_layers.progress import Progress
 from dsec_layers.registry.objects import load_chunks, load_config, load_layer, load_metadata, resolve
-from dsec_layers.store.faulty import Fault, FaultyStore
 from dsec_layers.store.memory import MemoryStore
 from dsec_layers.store.posix import PosixStore
+from tests.kit.store_faulty import Fault, FaultyStore
 from tests.pack_inputs import Files, Pieces, contents, noise, pack, text
 
 MIB = 1 << 20

@@ -14,8 +14,8 @@ from dsec_layers.digest import content_digest
 from dsec_layers.errors import NoSpace
 from dsec_layers.layers.tables import parse_segments
 from dsec_layers.store.base import Store
-from dsec_layers.store.faulty import Fault, FaultyStore
 from dsec_layers.store.memory import MemoryStore
+from tests.kit.store_faulty import Fault, FaultyStore
 from tests.pack_inputs import noise, text
 
 KIB = 1 << 10

@@ -20,10 +20,10 @@ from dsec_layers.proc import PIPE, clean_environment, spawn
 from dsec_layers.registry import index_file
 from dsec_layers.registry.catalog import Catalog, ChunkAt, Indexed
 from dsec_layers.registry.objects import set_tag
-from dsec_layers.store.count import CountStore
-from dsec_layers.store.faulty import Fault, FaultyStore, zeros
 from dsec_layers.store.memory import MemoryStore
 from dsec_layers.store.posix import PosixStore
+from tests.kit.store_count import CountStore
+from tests.kit.store_faulty import Fault, FaultyStore, zeros
 from tests.store_samples import Heard, Sample, content, make_environment, make_layer
 
 ROOT = Path(__file__).resolve().parents[2]

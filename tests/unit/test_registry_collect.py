@@ -18,10 +18,10 @@ from dsec_layers.registry.collect import GRACE, referenced, remove_ref, sweep
 from dsec_layers.registry.objects import publish_object, set_tag
 from dsec_layers.registry.verify import orphans, verify
 from dsec_layers.store.base import BlobInfo, BlobWriter, Ref, Store
-from dsec_layers.store.faulty import Fault, FaultyStore
 from dsec_layers.store.memory import MemoryStore
 from dsec_layers.store.transfer import put_bytes
-from dsec_layers.store.wrapper import Wrapper
+from tests.kit.store_faulty import Fault, FaultyStore
+from tests.kit.store_wrapper import Wrapper
 from tests.store_samples import Sample, content, make_environment, make_layer
 
 

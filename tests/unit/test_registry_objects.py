@@ -17,27 +17,31 @@ from dsec_layers.registry.objects import (
     find_objects,
     load_chunks,
     load_config,
-    load_environment,
     load_layer,
     load_metadata,
     load_object,
-    publish_config,
     publish_object,
     reach,
     resolve,
     set_tag,
 )
 from dsec_layers.store.base import Store
-from dsec_layers.store.count import CountStore
-from dsec_layers.store.faulty import Fault, FaultyStore, flipped
 from dsec_layers.store.memory import MemoryStore
 from dsec_layers.store.transfer import put_bytes
-from tests.store_samples import Sample, content, make_environment, make_layer
+from tests.kit.store_count import CountStore
+from tests.kit.store_faulty import Fault, FaultyStore, flipped
+from tests.store_samples import Sample, content, make_environment, make_layer, publish_config
 
 
 @pytest.fixture
 def store() -> MemoryStore:
     return MemoryStore()
+
+
+def load_environment(store: Store, digest: Digest) -> Environment:
+    found = load_object(store, digest)
+    assert isinstance(found, Environment)
+    return found
 
 
 @pytest.fixture
@@ -208,7 +212,7 @@ def test_bytes_that_do_not_match_are_corrupt(store: MemoryStore, sample: Sample)
 
 def test_a_blob_that_is_no_manifest_is_named(store: MemoryStore) -> None:
     digest = put_bytes(store, b"{}").digest
-    for load in (load_layer, load_environment, load_object):
+    for load in (load_layer, load_object):
         with pytest.raises(ImageError, match=digest):
             load(store, digest)
 

@@ -13,12 +13,12 @@ from dsec_layers.layers.frames import compress, join_metadata, split_metadata
 from dsec_layers.layers.manifest import Layer, LayerConfig
 from dsec_layers.layers.tables import pack_chunks, pack_segments
 from dsec_layers.registry.collect import sweep
-from dsec_layers.registry.objects import publish_config, publish_object, put_blob, set_tag
+from dsec_layers.registry.objects import publish_object, put_blob, set_tag
 from dsec_layers.registry.verify import Problem, orphans, repair, verify
-from dsec_layers.store.faulty import Fault, FaultyStore, flipped
 from dsec_layers.store.memory import MemoryStore
 from dsec_layers.store.transfer import put_bytes, read_blob
-from tests.store_samples import Heard, Sample, content, make_environment, make_layer
+from tests.kit.store_faulty import Fault, FaultyStore, flipped
+from tests.store_samples import Heard, Sample, content, make_environment, make_layer, publish_config
 
 
 @pytest.fixture

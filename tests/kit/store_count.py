@@ -10,7 +10,7 @@ from typing import Self
 
 from dsec_layers.digest import Buffer, Digest
 from dsec_layers.store.base import BlobInfo, BlobWriter, Capabilities, Ref, Store
-from dsec_layers.store.wrapper import Wrapper
+from tests.kit.store_wrapper import Wrapper
 
 __all__ = ["CountStore", "Counts"]
 

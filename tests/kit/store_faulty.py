@@ -1,4 +1,4 @@
-"""A store that fails on demand: for tests of whatever reads from a store, ours and those of users.
+"""A store that fails on demand: for tests of whatever reads from a store.
 
 store = FaultyStore(MemoryStore())
 store.add(Fault("read", error=StoreError("reset"), times=3))     the next three reads fail
@@ -16,7 +16,7 @@ from typing import Self, TypeVar
 
 from dsec_layers.digest import Buffer, Digest
 from dsec_layers.store.base import BlobInfo, BlobWriter, Capabilities, Ref, Store
-from dsec_layers.store.wrapper import Wrapper
+from tests.kit.store_wrapper import Wrapper
 
 __all__ = ["Fault", "FaultyStore", "flipped", "half", "other", "zeros"]
 
