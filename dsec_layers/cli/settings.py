@@ -22,11 +22,11 @@ _DRIVERS = ("fanotify", "fuse")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings a command runs with."""
+    """The settings a command runs with. ``driver``: None for the best that works here."""
 
     store: str
     cache: Path
-    driver: str = "fanotify"
+    driver: str | None = None
 
 
 def config_path(environ: Mapping[str, str] | None = None) -> Path:
@@ -40,8 +40,8 @@ def load_settings(store: str | None, cache: str | None, environ: Mapping[str, st
     values = _read_config(config_path(env))
     default_store = str(_xdg("XDG_DATA_HOME", ".local/share", env) / "store")
     default_cache = str(_xdg("XDG_CACHE_HOME", ".cache", env))
-    driver = env.get("DSEC_DRIVER") or values.get("driver") or "fanotify"
-    if driver not in _DRIVERS:
+    driver = env.get("DSEC_DRIVER") or values.get("driver") or None
+    if driver is not None and driver not in _DRIVERS:
         raise UsageError(f"no driver is called {driver[:40]!r}", hint=f"DSEC_DRIVER and driver in config.toml are {' or '.join(_DRIVERS)}")
     return Settings(
         store=store or env.get("DSEC_STORE") or values.get("store") or default_store,
