@@ -52,7 +52,10 @@ class Workplace(Protocol):
 
     progress: Progress
     cache: Path
-    driver: str
+
+    @property
+    def driver(self) -> str | None:
+        """The on-demand driver; None: the best that works here."""
 
     @property
     def store(self) -> Store:

@@ -25,6 +25,11 @@ _log = logging.getLogger(__name__)
 _MOST_IN_HAND: Final = 16_384
 """Readers being served at once; more wait in the kernel's queue, which costs nothing here."""
 
+_DEAD: Final = (errno.EBADF, errno.EINVAL, errno.ENOTTY)
+_FIRST_PAUSE: Final = 0.05
+_LONGEST_PAUSE: Final = 5.0
+"""Seconds between two attempts to read events while they fail; doubled each time."""
+
 
 class EventServer:
     """Reads events from a group in one thread, has the segments fetched, answers from the fetcher's threads.
@@ -70,6 +75,7 @@ class EventServer:
         poll = select.poll()
         poll.register(self._group, select.POLLIN)
         poll.register(self._wake_read, select.POLLIN)
+        failures = 0
         while True:
             poll.poll()
             if self._stopping:
@@ -80,6 +86,12 @@ class EventServer:
                 continue  # the reader was killed meanwhile
             except OSError as error:
                 _log.error("cannot read events: %s", error)
+                if error.errno in _DEAD:
+                    return  # the descriptor is no group any more: trying again would only fill the log
+                failures = min(failures + 1, 10)
+                select.select([self._wake_read], [], [], min(_FIRST_PAUSE * 2**failures, _LONGEST_PAUSE))
+            else:
+                failures = 0
 
     def _read(self) -> None:
         count = os.readv(self._group, [self._hand.buffer])

@@ -19,7 +19,9 @@ import re
 import stat
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -37,6 +39,8 @@ __all__ = ["FOLDER", "FlatFiles", "main"]
 
 FOLDER: Final = "flat"
 _NAME: Final = re.compile(r"/([0-9a-f]{64})\.erofs\Z")
+_MOST_IDLE: Final = 16
+"""Images that stay open though no file is."""
 _T = TypeVar("_T", bound=Callable[..., Any])
 
 
@@ -63,7 +67,7 @@ class FlatFiles(mfusepy.Operations):  # type: ignore[misc]
         self._view = CacheView(cache)
         self._host = Host(cache)
         self._lock = threading.Lock()
-        self._images: dict[str, FlatImage] = {}
+        self._images: OrderedDict[str, _Image] = OrderedDict()  # those used last at the end
         self._born = 0
 
     @_mapped
@@ -74,13 +78,13 @@ class FlatFiles(mfusepy.Operations):  # type: ignore[misc]
         return {
             "st_mode": stat.S_IFREG | 0o400,
             "st_nlink": 1,
-            "st_size": self._image(path).size,
+            "st_size": self._size(path),
             "st_uid": os.geteuid(),
             "st_gid": os.getegid(),
         }
 
     def readdir(self, path: str, fh: int) -> list[str]:
-        """The images that were looked at."""
+        """The images that are open, or were looked at lately."""
         with self._lock:
             return [".", "..", *(f"{name}.erofs" for name in sorted(self._images))]
 
@@ -89,32 +93,42 @@ class FlatFiles(mfusepy.Operations):  # type: ignore[misc]
         """Open an image for reading."""
         if flags & os.O_ACCMODE != os.O_RDONLY:
             raise mfusepy.FuseOSError(errno.EROFS)
-        self._image(path)
+        self._take(path)
         return 0
 
     @_mapped
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
         """A range of an image; what is absent is fetched."""
-        image = self._image(path)
-        offset = min(offset, image.size)
-        return image.pread(offset, min(size, image.size - offset))
+        image = self._take(path)
+        try:
+            offset = min(offset, image.size)
+            return image.pread(offset, min(size, image.size - offset))
+        finally:
+            self._drop(path)
 
     def release(self, path: str, fh: int) -> int:
-        """Nothing is held for an open file."""
+        """The end of an open file: nobody uses its image, unless it is open otherwise."""
+        self._drop(path)
         return 0
 
     def statfs(self, path: str) -> dict[str, int]:
         """No free space: nothing can be written."""
         return {"f_bsize": 4096, "f_frsize": 4096, "f_blocks": 0, "f_bfree": 0, "f_bavail": 0, "f_namemax": 255}
 
-    def _image(self, path: str) -> FlatImage:
+    def _size(self, path: str) -> int:
+        image = self._take(path)
+        self._drop(path)
+        return image.size
+
+    def _take(self, path: str) -> FlatImage:
+        """The image at a path, which stays open until ``_drop``."""
         found = _NAME.match(path)
         if not found:
             raise mfusepy.FuseOSError(errno.ENOENT)
         with self._lock:
-            image = self._images.get(found[1])
-        if image is not None:
-            return image
+            shown = self._images.get(found[1])
+            if shown is not None:
+                return shown.take()
         digest = f"sha256:{found[1]}"
         store = source_of(self._view.state, digest)
         files = local_layer_files(self._view, store, digest) if store else None
@@ -122,10 +136,36 @@ class FlatFiles(mfusepy.Operations):  # type: ignore[misc]
             raise mfusepy.FuseOSError(errno.ENOENT)
         opened = FlatImage.of_layer(files, self._host)
         with self._lock:
-            image = self._images.setdefault(found[1], opened)
+            shown = self._images.setdefault(found[1], _Image(opened))
+            image = shown.take()
         if image is not opened:
             opened.close()
         return image
+
+    def _drop(self, path: str) -> None:
+        """The image at a path has one user less. Of those that nobody uses the last few stay open: they are looked at before they are opened."""
+        name = path[1:].removesuffix(".erofs")
+        with self._lock:
+            shown = self._images[name]
+            shown.users -= 1
+            if shown.users:
+                return
+            self._images.move_to_end(name)
+            idle = [key for key, shown in self._images.items() if not shown.users]
+            closing = [self._images.pop(key) for key in idle[:-_MOST_IDLE]]
+        for shown in closing:
+            shown.image.close()
+
+
+@dataclass(slots=True)
+class _Image:
+    image: FlatImage
+    users: int = 0
+
+    def take(self) -> FlatImage:
+        """The image, for one user more."""
+        self.users += 1
+        return self.image
 
 
 def main(argv: list[str] | None = None) -> int:

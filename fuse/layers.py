@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,8 @@ __all__ = ["LayerMounts", "Mounter", "Stores"]
 _log = logging.getLogger(__name__)
 
 _MOST_SOURCES: Final = 4
+_MOST_OUTSIDE: Final = 16
+"""Layers that are not mounted here and whose tables are kept all the same, because somebody read a segment of theirs."""
 
 
 class Mounter(Protocol):
@@ -96,7 +99,8 @@ class LayerMounts:
         self._lock = threading.Lock()
         self._taking = threading.Lock()
         self._layers: dict[tuple[Digest, str], _Layer] = {}
-        self._files: dict[Digest, LayerFiles] = {}
+        self._files: dict[Digest, LayerFiles] = {}  # of the layers in _layers
+        self._outside: OrderedDict[Digest, LayerFiles] = OrderedDict()  # of others, those used last at the end
         self._device = directory.layers.stat().st_dev
 
     def use(self, use: LayerUse) -> Path:
@@ -115,7 +119,7 @@ class LayerMounts:
             with self._lock:
                 layer.users -= 1
                 if not layer.users and not layer.mounted:
-                    self._layers.pop((use.digest, use.driver), None)
+                    self._forget(use)
             raise
         return layer.path
 
@@ -137,11 +141,7 @@ class LayerMounts:
 
     def find(self, digest: bytes) -> Sequence[Segment]:
         """Where a segment can be had, by the layers known here."""
-        found = self._find(digest)
-        if not found:
-            self._load_known()
-            found = self._find(digest)
-        return found
+        return _sources(list(self._files.values()), digest) or self._find_outside(digest)
 
     def adopt(self, *, poisoned: bool = False) -> set[Digest]:
         """Take over the mounts that a worker before made: unused until somebody says that he uses them.
@@ -160,11 +160,13 @@ class LayerMounts:
                 _log.warning("%s is mounted, but no record says from which store", mount.target)
                 continue
             use = LayerUse(digest, stores[digest], driver or "fanotify")
-            files = self._files_here(use)
+            files = self._read_files(use)
             if poisoned and use.driver == "fanotify" and not (files and self._cache.has_all(files.names, files.sizes)):
                 umount(mount.target, lazy=True)
                 detached.add(digest)
                 continue
+            if files is not None:
+                self._files[digest] = files
             self._layers[digest, use.driver] = _Layer(use, Path(mount.target), files, mounted=True, idle_since=time.monotonic())
         return detached
 
@@ -196,6 +198,7 @@ class LayerMounts:
         with self._lock:
             mounted = [digest for digest, _ in self._layers]
             self._files = {digest: files for digest, files in self._files.items() if digest in mounted}
+            self._outside.clear()
         return mounted
 
     def _path(self, use: LayerUse) -> Path:
@@ -247,31 +250,51 @@ class LayerMounts:
             layer.path.rmdir()
         with self._lock:
             if not layer.users:
-                self._layers.pop((layer.use.digest, layer.use.driver), None)
+                self._forget(layer.use)
 
-    def _find(self, digest: bytes) -> list[Segment]:
-        found: dict[tuple[str, str, int], Segment] = {}
-        for files in list(self._files.values()):
-            number = files.index.get(digest)
-            if number is not None:
-                piece = files.piece(number)
-                found[piece.store, piece.blob, piece.offset] = piece
-                if len(found) == _MOST_SOURCES:
-                    break
-        return list(found.values())
+    def _forget(self, use: LayerUse) -> None:
+        """Drop a layer that is not mounted, and its tables unless the other driver has it mounted; under the lock."""
+        self._layers.pop((use.digest, use.driver), None)
+        if all(digest != use.digest for digest, _ in self._layers):
+            self._files.pop(use.digest, None)
 
-    def _files_here(self, use: LayerUse) -> LayerFiles | None:
+    def _find_outside(self, digest: bytes) -> list[Segment]:
+        """By all layers whose metadata is in the cache: an image may live on in another mount namespace. What they hold is kept for those that had it."""
+        with self._lock:
+            kept = dict(self._outside)
+        found = _sources(kept.values(), digest)
+        if not found:
+            for known, store in self._records.known():
+                if known not in kept and known not in self._files:
+                    files = self._read_files(LayerUse(known, store, ""))
+                    if files is not None and digest in files.index:
+                        kept[known] = files
+            found = _sources(kept.values(), digest)
+        with self._lock:
+            for known, files in kept.items():
+                if digest in files.index:
+                    self._outside[known] = files
+                    self._outside.move_to_end(known)
+            while len(self._outside) > _MOST_OUTSIDE:
+                self._outside.popitem(last=False)
+        return found
+
+    def _read_files(self, use: LayerUse) -> LayerFiles | None:
         try:
-            files = local_layer_files(self._directory, use.store, use.digest)
+            return local_layer_files(self._directory, use.store, use.digest)
         except (DsecError, OSError) as error:
             _log.warning("metadata of %s: %s", use.digest, error)
             return None
-        if files is not None:
-            self._files[use.digest] = files
-        return files
 
-    def _load_known(self) -> None:
-        """Look at all layers whose metadata is in the cache: an image may live on in another mount namespace."""
-        for digest, store in self._records.known():
-            if digest not in self._files:
-                self._files_here(LayerUse(digest, store, ""))
+
+def _sources(layers: Iterable[LayerFiles], digest: bytes) -> list[Segment]:
+    """Where a segment can be had by these layers; a few places are enough."""
+    found: dict[tuple[str, str, int], Segment] = {}
+    for files in layers:
+        number = files.index.get(digest)
+        if number is not None:
+            piece = files.piece(number)
+            found[piece.store, piece.blob, piece.offset] = piece
+            if len(found) == _MOST_SOURCES:
+                break
+    return list(found.values())

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
-from uuid import uuid4
 
 from dsec_layers.api.diskfrom import content
 from dsec_layers.api.session import Session
@@ -24,7 +23,7 @@ from dsec_layers.disks.state import DiskState, Parent, read_state
 from dsec_layers.disks.stored import StoredDisk, publish_disk, publish_layer
 from dsec_layers.errors import Conflict, NotFound, UsageError
 from dsec_layers.layers.disk import DiskConfig, DiskImage, DiskLayer
-from dsec_layers.overlaybd import Algorithm, LsmtLayer, Packing, ZFileOptions, merge
+from dsec_layers.overlaybd import Algorithm, LsmtLayer, Packing, ZFileOptions, content_uuid, merge
 from dsec_layers.overlaybd.lsmt import NIL_UUID, Flags, Header
 from dsec_layers.overlaybd.segments import no_segments
 from dsec_layers.registry.copy import copy_object
@@ -307,11 +306,11 @@ def below(session: Session, parent: Parent | None) -> tuple[tuple[DiskLayer, ...
 
 
 def _seal(session: Session, path: Path, state: DiskState, below: Sequence[DiskLayer], format: str, fs_type: str) -> DiskLayer:
-    """One layer of a disk's frozen generations."""
-    uuid = str(uuid4()).upper()
-    packing = Packing(uuid, below[-1].uuid if below else NIL_UUID, zfile=PACKINGS[format], tar=True)
+    """One layer of a disk's frozen generations. The same input gives the same blob."""
+    parent = below[-1].uuid if below else NIL_UUID
     with GenerationReader(path, state.frozen) as reader:
         layers = reader.layers or [LsmtLayer(Header(Flags.UPPER_DATA), no_segments(), ())]
         layers[-1] = replace(layers[-1], header=replace(layers[-1].header, virtual_size=state.virtual_size))
-        writes = merge(layers, packing)
+        uuid = content_uuid(layers, parent)
+        writes = merge(layers, Packing(uuid, parent, zfile=PACKINGS[format], tar=True))
         return publish_layer(session.store, writes, spool=path, uuid=uuid, fs_type=fs_type, progress=session.progress)

@@ -24,10 +24,11 @@ __all__ = ["Session"]
 class Session:
     """A store, a cache directory and a progress receiver; opens what a verb asks for, once. Use as a context.
 
-    ``store`` is a URL or a path; ``driver`` names the on-demand driver of mounts (``fanotify`` or ``fuse``).
+    ``store`` is a URL or a path; ``driver`` names the on-demand driver of mounts (``fanotify`` or ``fuse``);
+    None: fanotify where it works, else FUSE.
     """
 
-    def __init__(self, store: str | Path, cache: str | Path, *, progress: Progress = SILENT, driver: str = "fanotify") -> None:
+    def __init__(self, store: str | Path, cache: str | Path, *, progress: Progress = SILENT, driver: str | None = None) -> None:
         self.store_url = str(store)
         self.cache = Path(cache).absolute()
         self.progress = progress

@@ -23,11 +23,11 @@ _DRIVERS = ("fanotify", "fuse")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings a command runs with."""
+    """The settings a command runs with. ``driver``: None for the best that works here."""
 
     store: str
     cache: Path
-    driver: str = "fanotify"
+    driver: str | None = None
 
 
 def config_path() -> Path:
@@ -41,8 +41,8 @@ def load_settings(store: str | None, cache: str | None) -> Settings:
     values = _read_config(config_path())
     default_store = str(folders.user_data_path / "store")
     default_cache = str(folders.user_cache_path)
-    driver = env.get("DSEC_DRIVER") or values.get("driver") or "fanotify"
-    if driver not in _DRIVERS:
+    driver = env.get("DSEC_DRIVER") or values.get("driver") or None
+    if driver is not None and driver not in _DRIVERS:
         raise UsageError(f"no driver is called {driver[:40]!r}", hint=f"DSEC_DRIVER and driver in config.toml are {' or '.join(_DRIVERS)}")
     return Settings(
         store=store or env.get("DSEC_STORE") or values.get("store") or default_store,

@@ -5,7 +5,7 @@ Everything is a BlockSource in and bytes out; only ``upper`` works on files, thr
 
 from dsec_layers.overlaybd.disk import Disk, Extent
 from dsec_layers.overlaybd.layer import LsmtLayer, open_layer, open_sparse, open_upper_pair
-from dsec_layers.overlaybd.packing import Packing, commit, merge
+from dsec_layers.overlaybd.packing import Packing, commit, content_uuid, merge
 from dsec_layers.overlaybd.stream import Write
 from dsec_layers.overlaybd.upper import Recovery, Upper
 from dsec_layers.overlaybd.zfile import BlockCache, ZFile
@@ -25,6 +25,7 @@ __all__ = [
     "ZFile",
     "ZFileOptions",
     "commit",
+    "content_uuid",
     "merge",
     "open_layer",
     "open_sparse",

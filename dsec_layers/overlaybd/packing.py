@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from uuid import UUID
 
 import numpy as np
+from blake3 import blake3
 
 from dsec_layers.blocksource import BlockSource
 from dsec_layers.errors import LimitError, UsageError
@@ -20,7 +22,7 @@ from dsec_layers.overlaybd.stream import Write, batches, sequential
 from dsec_layers.overlaybd.tarwrap import tar_stream, tar_writes
 from dsec_layers.overlaybd.zfile_writer import ZFileOptions, zfile_writes
 
-__all__ = ["Packing", "commit", "merge", "seal_tail", "stack_layers", "virtual_size"]
+__all__ = ["Packing", "commit", "content_uuid", "merge", "seal_tail", "stack_layers", "virtual_size"]
 
 _PIECE = 64  # sectors
 _FIRST = SPACE // SECTOR
@@ -71,6 +73,27 @@ def _chunks(layers: Sequence[LsmtLayer], packing: Packing) -> tuple[Iterator[byt
         user_tag=packing.user_tag,
     )
     return _lsmt(mapping, level, sources, header)
+
+
+def content_uuid(layers: Sequence[LsmtLayer], parent_uuid: str) -> str:
+    """The UUID (version 8, RFC 9562) for a layer that reads as ``layers`` on the one called ``parent_uuid``: the same input has the same.
+
+    It follows from the size, which sectors are mapped and what is in them, however the writes were cut. Reads all data once.
+    """
+    mapping, sources = stack_layers(layers)
+    joins = np.zeros(len(mapping), np.bool_)
+    joins[1:] = (mapping.end[:-1] == mapping.lba[1:]) & (mapping.zeroed[:-1] == mapping.zeroed[1:])
+    starts = np.flatnonzero(~joins)
+    stops = np.append(starts, len(mapping))[1:] - 1
+    state = blake3(f"{parent_uuid.upper()} {virtual_size(layers)} {len(starts)}\n".encode())
+    for column in (mapping.lba[starts], mapping.end[stops], mapping.zeroed[starts]):
+        state.update(column.tobytes())
+    for data in _data(mapping, sources):
+        state.update(data)
+    value = bytearray(state.digest()[:16])
+    value[6] = value[6] & 0x0F | 0x80
+    value[8] = value[8] & 0x3F | 0x80
+    return str(UUID(bytes=bytes(value))).upper()
 
 
 def stack_layers(layers: Sequence[LsmtLayer]) -> tuple[Segments, tuple[BlockSource, ...]]:

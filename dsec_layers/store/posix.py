@@ -36,6 +36,9 @@ from dsec_layers.store.posix_refs import PosixRefs, make_directory
 __all__ = ["PosixStore", "is_3fs", "open_url"]
 
 MARKER: Final = "dsec-store.json"
+_READABLE: Final = 0o444
+_NO_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
+"""No hard links on this file system, or (fs.protected_hardlinks) not to another user's file."""
 _OURS: Final = ("blobs", "refs", "tmp", "trash")
 _CONTENT: Final = b'{"format":1,"kind":"dsec-layers store"}\n'
 _HEX: Final = re.compile(r"[0-9a-f]{64}\Z")
@@ -150,7 +153,10 @@ class PosixStore:
         """Make ``modified`` now, or NotFound."""
         path = self._path(digest)
         with self.mapped(f"touch {digest}"):
-            self._found(digest, lambda: os.utime(path))
+            try:
+                self._found(digest, lambda: os.utime(path))
+            except PermissionError:
+                self._own(digest)
             return self._info(digest, self._found(digest, path.lstat))
 
     def suspect(self, digest: Digest) -> None:
@@ -252,7 +258,7 @@ class PosixStore:
                 temporary.rename(path)
                 self._descriptors.drop(digest)
         except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            if error.errno not in _NO_LINKS:
                 raise
             temporary.rename(path)  # no hard links here; the name stands for the bytes, so replacing is as good
         temporary.unlink(missing_ok=True)
@@ -263,8 +269,17 @@ class PosixStore:
         try:
             os.utime(path)
             return path.stat().st_size == size
-        except FileNotFoundError:
-            return False
+        except (FileNotFoundError, PermissionError):
+            return False  # gone, or another user's: the new file takes its place
+
+    def _own(self, digest: Digest) -> None:
+        """Put a copy in the place of another user's blob, whose time only that user can change. PermissionError where this one must not write at all."""
+        file, at = self._file(digest), 0
+        with self.writer() as writer:
+            while data := os.pread(file.fd, _BUFFER, at):
+                writer.write(data)
+                at += len(data)
+            writer.commit(digest)
 
     def _check_root(self, create: bool) -> None:
         try:
@@ -364,7 +379,11 @@ class PosixStore:
                     self._path(f"sha256:{name}").hardlink_to(trashed)
                 except FileExistsError:
                     pass  # stored again meanwhile
-                trashed.unlink()
+                except OSError as error:
+                    if error.errno not in _NO_LINKS:
+                        raise
+                    trashed.rename(self._path(f"sha256:{name}"))
+                trashed.unlink(missing_ok=True)
                 return True
             if now - int(when) >= self._keep_removed * 1e9:
                 trashed.unlink()
@@ -399,8 +418,10 @@ class _PosixWriter:
             raise CorruptError(f"wrote {digest}, expected {expected}")
         with self._store.mapped(f"publish {digest}"):
             self._stream.flush()
+            found = os.fstat(self._stream.fileno())
+            os.fchmod(self._stream.fileno(), found.st_mode & _READABLE)  # whoever the umask lets read; nobody writes to a blob
             os.fsync(self._stream.fileno())
-            size = os.fstat(self._stream.fileno()).st_size
+            size = found.st_size
             self._stream.close()  # a write error may show as late as here
             if size != self._size:
                 raise StoreError(f"{self._store.url}: wrote {self._size} bytes of {digest}, the file has {size}")

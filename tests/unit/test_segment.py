@@ -17,9 +17,9 @@ from dsec_layers.registry.catalog import SegmentAt
 from dsec_layers.registry.objects import load_layer, load_metadata
 from dsec_layers.registry.verify import verify
 from dsec_layers.segment import Segment, read_segment
-from dsec_layers.store.faulty import Fault, FaultyStore
 from dsec_layers.store.memory import MemoryStore
 from dsec_layers.store.transfer import put_bytes
+from tests.kit.store_faulty import Fault, FaultyStore
 from tests.store_samples import content, make_layer
 
 MIB = 1 << 20

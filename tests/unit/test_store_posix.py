@@ -35,6 +35,12 @@ def blob_path(store: PosixStore, digest: str = DIGEST) -> Path:
     return store.root / "blobs" / "sha256" / digest[7:9] / digest[7:]
 
 
+def damage(store: PosixStore, data: bytes) -> None:
+    """Write to the blob's file, which nobody does who means well: it is read-only."""
+    blob_path(store).chmod(0o644)
+    blob_path(store).write_bytes(data)
+
+
 def files_below(path: Path) -> list[str]:
     return sorted(str(item.relative_to(path)) for item in path.rglob("*") if item.is_file())
 
@@ -120,7 +126,7 @@ def test_an_io_error_is_a_store_error(store: PosixStore, monkeypatch: pytest.Mon
 
 def test_c4_a_blob_cut_short_is_corrupt_and_heals_when_it_is_put_again(store: PosixStore) -> None:
     put_bytes(store, DATA)
-    blob_path(store).write_bytes(DATA[:4096])
+    damage(store, DATA[:4096])
     with pytest.raises(CorruptError):
         store.read(DIGEST, 0, len(DATA))
     assert put_bytes(store, DATA).size == len(DATA)
@@ -155,7 +161,7 @@ def test_c4_bytes_are_durable_before_the_name_and_the_name_before_the_answer(sto
 
 def test_a_file_replaced_by_another_process_is_opened_anew_when_the_old_one_is_short(store: PosixStore) -> None:
     put_bytes(store, DATA)
-    blob_path(store).write_bytes(b"")
+    damage(store, b"")
     with pytest.raises(CorruptError):
         store.read(DIGEST, 0, 10)
     whole = store.root / "tmp" / "whole"
