@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 import select
 import socket
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -18,11 +17,12 @@ from typing import Any, Final, Protocol
 from dsec_layers.disks.files import DiskFiles
 from dsec_layers.disks.local import LocalDisk
 from dsec_layers.disks.state import DiskState, Parent
-from dsec_layers.errors import Conflict, DsecError, HostError, UsageError
+from dsec_layers.errors import Conflict, HostError, UsageError
 from dsec_layers.fuse import control
+from dsec_layers.fuse.controlserver import ControlServer, Reply
 from dsec_layers.linux.unixsocket import remove_socket, socket_identity
 
-__all__ = ["ControlServer", "Owner", "Served", "owner_of", "served"]
+__all__ = ["DiskControl", "Owner", "Served", "owner_of", "served"]
 
 _ANSWER: Final = 600.0
 _END: Final = 60.0
@@ -141,42 +141,22 @@ def served(path: Path) -> Served | None:
     return Served(path, channel) if channel is not None else None
 
 
-class ControlServer:
+class DiskControl:
     """Answers on the disk's control socket, from threads of its own. ``stop`` is called when a client asks for the end."""
 
     def __init__(self, disk: LocalDisk, status: Callable[[], dict[str, Any]], stop: Callable[[], None]) -> None:
         self._disk = disk
         self._status = status
         self._stop = stop
-        self._listener = control.listen(disk.path)
+        listening = control.listen(disk.path)
         self._identity = socket_identity(disk.path / control.SOCKET)
-        threading.Thread(target=self._accept, name="disk-control", daemon=True).start()
+        self._server = ControlServer(listening, self._answer)
+        self._server.start()
 
     def close(self) -> None:
-        """Take no more requests. The socket's name goes."""
+        """Take no more connections. The socket's name goes."""
         remove_socket(self._disk.path / control.SOCKET, self._identity)
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                channel, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(channel,), name="disk-control-client", daemon=True).start()
-
-    def _serve(self, channel: socket.socket) -> None:
-        with suppress(OSError, ValueError):
-            while (received := control.receive(channel)) is not None:
-                try:
-                    answer = {"ok": self._answer(received[0])}
-                except DsecError as error:
-                    answer = control.error_message(error)
-                control.send(channel, answer)
-                if received[0].get("op") == "stop":
-                    self._stop()
+        self._server.close()
 
     def _answer(self, message: control.Message) -> Any:
         operation = message.get("op")
@@ -193,5 +173,5 @@ class ControlServer:
                 raise UsageError("not a rebase") from error
             return self._disk.rebase(expected, parent, gone).to_value()
         if operation == "stop":
-            return None
+            return Reply(then=self._stop)
         raise UsageError(f"the server of a disk knows no {str(operation)[:40]!r}")
