@@ -75,8 +75,10 @@ class ControlServer:
             return True
 
     def _accept(self) -> None:
+        poll = select.poll()  # select() knows no descriptor above 1023, and a daemon has those
+        poll.register(self._listening, select.POLLIN)
         while True:
-            select.select([self._listening], [], [])
+            poll.poll()
             try:
                 channel, _ = self._listening.accept()
             except BlockingIOError:

@@ -64,7 +64,9 @@ class Served:
         process = os.pidfd_open(int(self.status()["pid"]))
         try:
             self._ask("stop")
-            if select.select([process], [], [], _END)[0]:
+            ended = select.poll()
+            ended.register(process, select.POLLIN)
+            if ended.poll(_END * 1000):
                 return
         finally:
             os.close(process)

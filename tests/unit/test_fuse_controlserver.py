@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import threading
@@ -18,6 +19,7 @@ from dsec_layers.errors import NotFound, UsageError
 from dsec_layers.fuse import control
 from dsec_layers.fuse.control import Message, receive, send
 from dsec_layers.fuse.controlserver import ControlServer, Reply
+from dsec_layers.linux.process import set_descriptor_limit
 from tests.cache_kit import eventually
 
 
@@ -115,3 +117,17 @@ def test_answers_errors_descriptors_and_the_end(tmp_path: Path) -> None:
         assert ask(channel, {"op": "value", "value": 1}) is None
     server.close()
     eventually(lambda: control.connect(tmp_path) is None)
+
+
+def test_a_descriptor_of_any_number_can_listen(tmp_path: Path) -> None:
+    """A worker that follows one with thousands of events in hand gets high numbers; select(2) knows those below 1024."""
+    if set_descriptor_limit(4096) <= 2000:
+        pytest.skip("this process may not open so many files")
+    with control.listen(tmp_path) as low:
+        server = ControlServer(socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 2000)), lambda message: message["value"])
+    server.start()
+    channel = control.connect(tmp_path, 20)
+    assert channel is not None
+    with channel:
+        assert ask(channel, {"op": "value", "value": 1}) == ({"ok": 1}, [])
+    server.close()
