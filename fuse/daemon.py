@@ -23,7 +23,7 @@ from dsec_layers.fuse.aftermath import look_for_orphans, poisoned_folders, put_a
 from dsec_layers.fuse.keeper import Hand, become_keeper
 from dsec_layers.fuse.options import LOG, Options
 from dsec_layers.fuse.requirements import check_fanotify, check_root, watch
-from dsec_layers.linux.process import set_descriptor_limit
+from dsec_layers.linux.process import in_background, set_descriptor_limit
 
 __all__ = ["main"]
 
@@ -90,21 +90,19 @@ def _start(cache: Path, options: Options, kept: tuple[int, int] | None, *, foreg
         return 0
     if foreground:
         _become(cache, options, lock_fd, -1, kept)
-    ready_read, ready_write = os.pipe2(os.O_CLOEXEC)
-    if os.fork() == 0:
-        os.close(ready_read)
+
+    def serve(ready: int) -> int:
         try:
-            _detach(cache / LOG)
-            _become(cache, options, lock_fd, ready_write)
+            _become(cache, options, lock_fd, ready)
         except DsecError as error:
-            os.write(ready_write, f"{error.message}\n{error.hint or ''}\n".encode())
+            os.write(ready, f"{error.message}\n{error.hint or ''}\n".encode())
         except OSError as error:
-            os.write(ready_write, f"{error}\n".encode())
-        finally:
-            os._exit(1)
-    os.close(ready_write)
+            os.write(ready, f"{error}\n".encode())
+        return 1
+
+    ready = in_background(cache / LOG, serve)
     os.close(lock_fd)
-    return _await_ready(ready_read, cache / LOG)
+    return _await_ready(ready, cache / LOG)
 
 
 def _become(cache: Path, options: Options, lock_fd: int, ready: int, kept: tuple[int, int] | None = None) -> NoReturn:
@@ -140,19 +138,6 @@ def _become(cache: Path, options: Options, lock_fd: int, ready: int, kept: tuple
     }
     become_keeper(spec)
     raise AssertionError("exec returned")
-
-
-def _detach(log: Path) -> None:
-    """Leave the caller's session and standard streams; errors that nobody expects go to the log."""
-    os.setsid()
-    os.chdir("/")
-    null = os.open("/dev/null", os.O_RDWR)
-    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(null, 0)
-    os.dup2(null, 1)
-    os.dup2(target, 2)
-    os.close(null)
-    os.close(target)
 
 
 def _await_ready(ready: int, log: Path) -> int:

@@ -26,9 +26,9 @@ _MOST_IN_HAND: Final = 16_384
 """Readers being served at once; more wait in the kernel's queue, which costs nothing here."""
 
 _DEAD: Final = (errno.EBADF, errno.EINVAL, errno.ENOTTY)
-_FIRST_PAUSE: Final = 0.05
-_LONGEST_PAUSE: Final = 5.0
-"""Seconds between two attempts to read events while they fail; doubled each time."""
+_FIRST_PAUSE: Final = 0.1
+_LONGEST_PAUSE: Final = 10.0
+"""Seconds between two tries to read a group that gives errors."""
 
 
 class EventServer:
@@ -72,10 +72,11 @@ class EventServer:
         self._thread.join()
 
     def _loop(self) -> None:
-        poll = select.poll()
+        poll, wake = select.poll(), select.poll()
         poll.register(self._group, select.POLLIN)
         poll.register(self._wake_read, select.POLLIN)
-        failures = 0
+        wake.register(self._wake_read, select.POLLIN)
+        pause = _FIRST_PAUSE
         while True:
             poll.poll()
             if self._stopping:
@@ -85,13 +86,14 @@ class EventServer:
             except BlockingIOError:
                 continue  # the reader was killed meanwhile
             except OSError as error:
-                _log.error("cannot read events: %s", error)
                 if error.errno in _DEAD:
+                    _log.error("cannot read events: %s", error)
                     return  # the descriptor is no group any more: trying again would only fill the log
-                failures = min(failures + 1, 10)
-                select.select([self._wake_read], [], [], min(_FIRST_PAUSE * 2**failures, _LONGEST_PAUSE))
+                _log.error("cannot read events, next try in %.1f s: %s", pause, error)
+                wake.poll(pause * 1000)
+                pause = min(2 * pause, _LONGEST_PAUSE)
             else:
-                failures = 0
+                pause = _FIRST_PAUSE
 
     def _read(self) -> None:
         count = os.readv(self._group, [self._hand.buffer])

@@ -320,6 +320,8 @@ class Host:
         return self._channel
 
     def _greet(self, hello: control.Message) -> None:
+        if "error" in hello:
+            raise control.error_from(hello["error"])
         if hello.get("version") != control.VERSION:
             raise HostError(
                 f"the daemon of cache {self.cache} speaks version {hello.get('version')} of the protocol, this program {control.VERSION}",

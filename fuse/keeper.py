@@ -165,7 +165,9 @@ def main(spec: dict[str, Any]) -> int:
                 return 0
             keeper.log("stopped with mounts in place; readers of absent segments wait until the daemon is started again")
             keeper.stopping = False
-            select.select([spec["listen"]], [], [])
+            asked = select.poll()  # select() knows no descriptor above 1023
+            asked.register(spec["listen"], select.POLLIN)
+            asked.poll()
             continue
         if not hand.ready:
             keeper.log(f"the worker failed to start ({_describe(code)})")

@@ -181,6 +181,11 @@ class LayerMounts:
         with self._lock:
             return {name for layer in self._layers.values() if layer.files for name in layer.files.names}
 
+    def without_files(self) -> list[Digest]:
+        """The layers that are mounted although nobody knows their segments: what a worker before mounted, and whose metadata is damaged since."""
+        with self._lock:
+            return [layer.use.digest for layer in self._layers.values() if layer.mounted and layer.files is None]
+
     def files_in_use(self) -> set[Path]:
         """The files in metadata/ and images/ that mounted layers need."""
         with self._lock:

@@ -239,10 +239,16 @@ class Manager:
     def clear(self) -> Usage:
         """Remove every segment and all metadata that no live mount uses; returns what the segments took.
 
-        A layer that is being mounted comes into use before (then it stays whole) or after (then it is fetched anew).
+        A layer that is being mounted comes into use before (then it stays whole) or after (then it is fetched anew). Conflict, and nothing
+        is removed, if it cannot be told what a mount uses.
         """
         self._layers.sweep(now=True)
         with self._layers.held_back():
+            if unknown := self._layers.without_files():
+                raise Conflict(
+                    f"the metadata of {', '.join(unknown)} is damaged: which segments the mounts of it need is not known",
+                    hint="unmount what is mounted of it, or mount it again while its store is there",
+                )
             freed = self._cache.clear(self._layers.segments_in_use())
             keep = set(self._layers.forget_files())
             kept_files = self._layers.files_in_use()

@@ -1,21 +1,18 @@
-"""The daemon's side of the control protocol: connections in, calls of the manager, answers out."""
+"""What the daemon answers on its control socket: requests in, calls of the manager, values out."""
 
 from __future__ import annotations
 
-import logging
 import os
-import select
 import socket
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Final
 
 from dsec_layers.cache.segments import SegmentCache
-from dsec_layers.errors import Conflict, DsecError, UsageError
-from dsec_layers.fuse.control import VERSION, Message, close_all, error_message, peer_uid, receive, send
+from dsec_layers.errors import Conflict, UsageError
+from dsec_layers.fuse.control import VERSION, Message
+from dsec_layers.fuse.controlserver import ControlServer, Reply
 from dsec_layers.fuse.events import EventServer
 from dsec_layers.fuse.layers import LayerMounts
 from dsec_layers.fuse.manager import Manager
@@ -25,15 +22,13 @@ from dsec_layers.segment import Segment
 
 __all__ = ["Service"]
 
-_log = logging.getLogger(__name__)
-
 _Handler = Callable[[Message], Any]
 _SILENCE: Final = 600.0
 """Seconds after which a connection that asks nothing is closed."""
 
 
 class Service:
-    """Serves control connections, each in a thread of its own. ``pick``: the driver for a request that names none (raises if the named one cannot work here)."""
+    """Answers control connections. ``pick``: the driver for a request that names none (raises if the named one cannot work here)."""
 
     def __init__(
         self,
@@ -46,7 +41,6 @@ class Service:
         stop: Callable[[], None],
         warnings: Callable[[], list[str]],
     ) -> None:
-        self._listening = listening
         self._manager = manager
         self._layers = layers
         self._cache = cache
@@ -60,90 +54,32 @@ class Service:
             "attach": self._attach,
             "release": self._release,
             "mount": self._mount,
+            "open": self._open,
             "umount": self._umount,
             "mounts": self._list_mounts,
             "show": self._show,
             "clear": self._clear,
             "stop": self._stop_daemon,
         }
-        self._lock = threading.Lock()
-        self._active = 0
-        self._ending = False
-        self._last_request = time.monotonic()
+        self._server = ControlServer(listening, self._answer, greeting=self._greeting, silence=_SILENCE)
 
     def start(self) -> None:
         """Accept connections in a thread."""
-        self._listening.setblocking(False)
-        threading.Thread(target=self._accept, name="control", daemon=True).start()
+        self._server.start()
 
     def end_if_quiet(self, seconds: float, is_idle: Callable[[], bool]) -> bool:
-        """Answer no more requests, if none was made for so long and nothing is held; whether that is so. Who asks all the same is cut off, and asks again."""
-        with self._lock:
-            if self._active or time.monotonic() - self._last_request < seconds or not is_idle():
-                return False
-            self._ending = True
-            return True
+        """See ControlServer."""
+        return self._server.end_if_quiet(seconds, is_idle)
 
-    def _accept(self) -> None:
-        while True:
-            select.select([self._listening], [], [])
-            try:
-                channel, _ = self._listening.accept()
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                _log.error("cannot accept a connection: %s", error)
-                time.sleep(0.1)  # out of descriptors: let some connections end
-                continue
-            threading.Thread(target=self._converse, args=(channel,), name="control", daemon=True).start()
+    def _greeting(self) -> Message:
+        return {"version": VERSION, "pid": os.getpid(), "warnings": self._warnings(), "namespace": self._namespace}
 
-    def _converse(self, channel: socket.socket) -> None:
-        try:
-            with channel:
-                channel.settimeout(_SILENCE)
-                if peer_uid(channel) != os.geteuid():
-                    return
-                send(channel, {"version": VERSION, "pid": os.getpid(), "warnings": self._warnings(), "namespace": self._namespace})
-                while (received := receive(channel)) is not None:
-                    message, fds = received
-                    close_all(fds)  # no request brings any
-                    with self._lock:
-                        if self._ending:
-                            return
-                        self._active += 1
-                    try:
-                        self._answer(channel, message)
-                    finally:
-                        with self._lock:
-                            self._active -= 1
-                            self._last_request = time.monotonic()
-        except (OSError, ValueError) as error:
-            _log.debug("a control connection ended: %s", error)
-
-    def _answer(self, channel: socket.socket, message: Message) -> None:
+    def _answer(self, message: Message) -> Any:
         operation = str(message.get("op"))
-        try:
-            if operation == "open":
-                self._open(channel, message)
-                return
-            handler = self._handlers.get(operation)
-            if handler is None:
-                raise UsageError(
-                    f"this daemon does not know the request {operation!r}", hint="stop the daemon: it is older than this program"
-                )
-            answer = {"ok": handler(message)}
-        except DsecError as error:
-            answer = error_message(error)
-        except (KeyError, TypeError, ValueError) as error:
-            answer = error_message(UsageError(f"improper request {operation!r}: {error!r}"))
-        except Exception as error:  # noqa: BLE001 - the client must hear of it
-            _log.exception("unexpected failure in %s", operation)
-            answer = error_message(DsecError(f"{operation} failed in the daemon: {error!r}", hint="see daemon.log in the cache directory"))
-        send(channel, answer)
-        if operation == "mount" and "ok" in answer:
-            self._manager.answered(answer["ok"]["identifier"])
-        if operation == "stop" and "ok" in answer:
-            self._stop()
+        handler = self._handlers.get(operation)
+        if handler is None:
+            raise UsageError(f"this daemon does not know the request {operation!r}", hint="stop the daemon: it is older than this program")
+        return handler(message)
 
     def _attach(self, message: Message) -> Message:
         driver = self._pick(message["driver"])
@@ -154,11 +90,11 @@ class Service:
     def _release(self, message: Message) -> None:
         self._manager.release(message["identifier"])
 
-    def _mount(self, message: Message) -> Message:
+    def _mount(self, message: Message) -> Reply:
         driver = self._pick(message["driver"])
         self._same_namespace(message)
         record = self._manager.mount(message["store"], message["digest"], message["target"], message["label"], driver)
-        return asdict(record)
+        return Reply(asdict(record), then=lambda: self._manager.answered(record.identifier))
 
     def _umount(self, message: Message) -> None:
         self._manager.umount(message["target"], lazy=bool(message["lazy"]))
@@ -189,7 +125,7 @@ class Service:
         usage = self._manager.clear()
         return {"segments": usage.segments, "bytes": usage.bytes}
 
-    def _stop_daemon(self, message: Message) -> None:
+    def _stop_daemon(self, message: Message) -> Reply:
         mounts, leases = self._manager.mounts(), self._manager.leases()
         if message["force"]:
             self._manager.release_all()
@@ -199,17 +135,13 @@ class Service:
             )
         else:
             self._manager.release_all()
+        return Reply(then=self._stop)
 
-    def _open(self, channel: socket.socket, message: Message) -> None:
+    def _open(self, message: Message) -> Reply:
         """The only request that is answered with a descriptor: a complete segment."""
         value = dict(message["piece"])
         piece = Segment(bytes.fromhex(value.pop("digest")), **value)
-        fd = self._cache.open(piece)
-        try:
-            with suppress(BrokenPipeError):
-                send(channel, {"ok": None}, [fd])
-        finally:
-            os.close(fd)
+        return Reply(fds=(self._cache.open(piece),))
 
     def _same_namespace(self, message: Message) -> None:
         if message["namespace"] != self._namespace:

@@ -185,13 +185,17 @@ class Stage:
         self.sample = make_layer(store, {"a": content(1, 100_000)})
         self.use = LayerUse(self.sample.digest, store.url, "test")
         self.directory = CacheDirectory(place / "cache")
-        stores = Stores()
-        self.fetcher = Fetcher(stores.get, QUICK)
+        self._stores = Stores()
+        self.fetcher = Fetcher(self._stores.get, QUICK)
         self.cache = SegmentCache(self.directory, self.fetcher)
-        records = Records(self.directory.state, self.directory.boot)
         self.driver = DryDriver(self.cache)
-        self.layers = LayerMounts(self.directory, self.cache, stores, records, {"test": self.driver}, linger=600)
-        self.manager = Manager(self.directory, self.cache, stores, records, self.layers)
+        self.manager = self.again()
+
+    def again(self) -> Manager:
+        """The manager of a worker that is started anew; ``layers`` are its."""
+        records = Records(self.directory.state, self.directory.boot)
+        self.layers = LayerMounts(self.directory, self.cache, self._stores, records, {"test": self.driver}, linger=600)
+        return Manager(self.directory, self.cache, self._stores, records, self.layers)
 
     def close(self) -> None:
         self.fetcher.close()

@@ -7,7 +7,6 @@ of the disk.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsec_layers.errors import DsecError, HostError
+from dsec_layers.linux.process import in_background
 from dsec_layers.progress import Task
 
 __all__ = ["attach_detached"]
@@ -56,29 +56,11 @@ def attach_detached(
 def main(argv: list[str]) -> None:
     """Fork at once, while this process has one thread: the child serves, this one passes on what it says."""
     asked = json.loads(argv[0])
-    said, say = os.pipe()
-    if os.fork():
-        os.close(say)
-        with open(said, "rb") as stream:
-            sys.stdout.buffer.write(stream.read())
-        return
-    os.close(said)
-    _leave(Path(asked["path"]) / _LOG)
-    _serve(asked, say)
+    with open(in_background(Path(asked["path"]) / _LOG, lambda say: _serve(asked, say)), "rb") as stream:
+        sys.stdout.buffer.write(stream.read())
 
 
-def _leave(log: Path) -> None:
-    """Leave the starter's session and standard streams."""
-    os.setsid()
-    os.chdir("/")
-    null, target = os.open("/dev/null", os.O_RDWR), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for source, number in ((null, 0), (null, 1), (target, 2)):
-        os.dup2(source, number)
-    os.close(null)
-    os.close(target)
-
-
-def _serve(asked: dict[str, Any], say: int) -> None:
+def _serve(asked: dict[str, Any], say: int) -> int:
     from dsec_layers.api.disks import Attached, attach
     from dsec_layers.api.session import Session
     from dsec_layers.fuse import control
@@ -100,7 +82,8 @@ def _serve(asked: dict[str, Any], say: int) -> None:
     except DsecError as error:
         _Log().warning(f"the server ends: {error.message}")
         tell(control.error_message(error))
-        sys.exit(error.exit_code)
+        return error.exit_code
+    return 0
 
 
 class _Log:

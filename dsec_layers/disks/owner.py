@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import select
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -18,11 +17,12 @@ from typing import Any, Final, Protocol
 from dsec_layers.disks.files import DiskFiles
 from dsec_layers.disks.local import LocalDisk
 from dsec_layers.disks.state import DiskState, Parent
-from dsec_layers.errors import Conflict, DsecError, HostError, UsageError
+from dsec_layers.errors import Conflict, HostError, UsageError
 from dsec_layers.fuse import control
+from dsec_layers.fuse.controlserver import ControlServer, Reply
 from dsec_layers.linux.unixsocket import remove_socket, socket_identity
 
-__all__ = ["ControlServer", "Owner", "Served", "owner_of", "served"]
+__all__ = ["DiskControl", "Owner", "Served", "owner_of", "served"]
 
 _ANSWER: Final = 600.0
 _END: Final = 60.0
@@ -66,7 +66,9 @@ class Served:
         process = os.pidfd_open(int(self.status()["pid"]))
         try:
             self._ask("stop")
-            if select.select([process], [], [], _END)[0]:
+            ended = select.poll()
+            ended.register(process, select.POLLIN)
+            if ended.poll(_END * 1000):
                 return
         finally:
             os.close(process)
@@ -81,7 +83,8 @@ class Served:
 
     def _ask(self, operation: str, **arguments: Any) -> Any:
         try:
-            control.send(self._channel, {"op": operation, **arguments})
+            with suppress(BrokenPipeError):  # it has closed already; what it said before is there still
+                control.send(self._channel, {"op": operation, **arguments})
             received = control.receive(self._channel)
         except (OSError, ValueError) as error:
             raise HostError(f"the server of {self._path} does not answer: {error}") from error
@@ -144,52 +147,22 @@ def served(path: Path) -> Served | None:
     return Served(path, channel) if channel is not None else None
 
 
-class ControlServer:
+class DiskControl:
     """Answers on the disk's control socket, from threads of its own. ``stop`` is called when a client asks for the end."""
 
     def __init__(self, disk: LocalDisk, status: Callable[[], dict[str, Any]], stop: Callable[[], None]) -> None:
         self._disk = disk
         self._status = status
         self._stop = stop
-        self._closed = threading.Event()
-        self._listener = control.listen(disk.path)
+        listening = control.listen(disk.path)
         self._identity = socket_identity(disk.path / control.SOCKET)
-        threading.Thread(target=self._accept, name="disk-control", daemon=True).start()
+        self._server = ControlServer(listening, self._answer)
+        self._server.start()
 
     def close(self) -> None:
-        """Take no more requests. The socket's name goes."""
-        self._closed.set()
+        """Take no more connections. The socket's name goes."""
         remove_socket(self._disk.path / control.SOCKET, self._identity)
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                channel, _ = self._listener.accept()
-            except OSError:
-                if self._closed.wait(_ACCEPT_PAUSE):
-                    return
-                continue  # out of descriptors: let some connections end
-            threading.Thread(target=self._serve, args=(channel,), name="disk-control-client", daemon=True).start()
-
-    def _serve(self, channel: socket.socket) -> None:
-        with channel, suppress(OSError, ValueError):
-            if control.peer_uid(channel) not in (os.geteuid(), _ROOT):
-                refused = HostError(f"the server of {self._disk.path} belongs to another user", hint="ask as that user, or as root")
-                control.send(channel, control.error_message(refused))
-                return
-            while (received := control.receive(channel)) is not None:
-                message, fds = received
-                control.close_all(fds)  # no request brings any
-                try:
-                    answer = {"ok": self._answer(message)}
-                except DsecError as error:
-                    answer = control.error_message(error)
-                control.send(channel, answer)
-                if message.get("op") == "stop":
-                    self._stop()
+        self._server.close()
 
     def _answer(self, message: control.Message) -> Any:
         operation = message.get("op")
@@ -206,5 +179,5 @@ class ControlServer:
                 raise UsageError("not a rebase") from error
             return self._disk.rebase(expected, parent, gone).to_value()
         if operation == "stop":
-            return None
+            return Reply(then=self._stop)
         raise UsageError(f"the server of a disk knows no {str(operation)[:40]!r}")

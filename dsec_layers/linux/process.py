@@ -1,18 +1,52 @@
-"""Facts about processes and the running system that /proc tells: who still lives, which boot this is, which mount namespace."""
+"""Processes: who still lives, which boot this is, which mount namespace, by /proc; and one that goes on in the background."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import resource
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from dsec_layers.errors import DsecError
 from dsec_layers.fsio import map_os_error
 
-__all__ = ["boot_id", "is_alive", "mount_namespace", "set_descriptor_limit", "set_oom_score", "start_time", "sync_file_system"]
+__all__ = [
+    "boot_id",
+    "in_background",
+    "is_alive",
+    "mount_namespace",
+    "set_descriptor_limit",
+    "set_oom_score",
+    "start_time",
+    "sync_file_system",
+]
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def in_background(log: Path, serve: Callable[[int], int]) -> int:
+    """Run ``serve`` in a process of its own that outlives this one: it has no terminal, no input, and errors that nobody expects go to ``log`` (appended, mode 0600).
+
+    ``serve`` gets a descriptor to say on that it is ready, or why not; what it returns is the process's exit code. Returns the descriptor that reads what
+    is said, whose end is the end of the process if it did not close its own. For a process with one thread. Raises OSError.
+    """
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    said, say = os.pipe2(os.O_CLOEXEC)
+    if os.fork():
+        os.close(target)
+        os.close(say)
+        return said
+    os.close(said)
+    os.setsid()
+    os.chdir("/")
+    null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+    for source, number in ((null, 0), (null, 1), (target, 2)):
+        os.dup2(source, number)
+    os.close(null)
+    os.close(target)
+    sys.exit(serve(say))
 
 
 def boot_id() -> str:

@@ -38,6 +38,11 @@ class Image:
         self.closed = False
         Image.opened += 1
 
+    @classmethod
+    def of_layer(cls, files: object, cache: object) -> Image:
+        """As FlatImage."""
+        return cls(files, cache)
+
     def pread(self, offset: int, length: int) -> bytes:
         """As FlatImage."""
         assert not self.closed
@@ -138,6 +143,7 @@ def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LayerMounts:
     monkeypatch.setattr(layers, "layer_files", made)
     monkeypatch.setattr(layers, "local_layer_files", made)
     monkeypatch.setattr(layers, "umount", gone)
+    monkeypatch.setattr(layers, "files_of", lambda directory, files: set())
     (tmp_path / "layers").mkdir()
     known = [(digest_of(number), "store") for number in range(200)]
     records = SimpleNamespace(remember=lambda digest, store: None, known=lambda: iter(known))

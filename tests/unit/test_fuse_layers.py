@@ -9,7 +9,9 @@ import pytest
 
 from dsec_layers.cache.metadata import LayerFiles, layer_files
 from dsec_layers.cache.segments import Usage
+from dsec_layers.errors import Conflict
 from dsec_layers.fuse import layers as module
+from dsec_layers.linux.mountinfo import MountPoint
 from tests.cache_kit import Stage
 
 
@@ -47,4 +49,23 @@ def test_b5_a_layer_is_mounted_while_the_cache_is_being_cleared(tmp_path: Path, 
     assert stage.is_whole()
     stage.manager.clear()
     assert stage.is_whole()
+    stage.close()
+
+
+def test_b5_a_mounted_layer_whose_segments_nobody_knows_is_not_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(tmp_path)
+    path = stage.layers.use(stage.use)
+    (files,) = stage.driver.mounted
+    monkeypatch.setattr(module, "read_mounts", lambda: [MountPoint(1, "0:1", "/", str(path), "erofs", "x")])
+
+    def busy(target: Path, lazy: bool = False) -> None:
+        raise Conflict("in use")
+
+    monkeypatch.setattr(module, "umount", busy)
+    files.image.write_bytes(b"damaged")
+    after_restart = stage.again()
+    after_restart.recover()
+    with pytest.raises(Conflict, match=r"metadata of .* is damaged"):
+        after_restart.clear()
+    assert all((stage.directory.absent / name).exists() for name in files.names)
     stage.close()
