@@ -1,6 +1,6 @@
 """Complete segments for readers inside and outside the kernel, by one fetch code.
 
-A *flight* is a segment on its way; whoever wants the segment meanwhile joins it. Where a mounted image has the absent file open, that very file must be filled
+A *fetch* is a segment on its way (cache/fetch.py tells how it goes); whoever wants the segment meanwhile joins it. Where a mounted image has the absent file open, that very file must be filled
 (the kernel holds it, not its name): a reader in the kernel hands over a descriptor of it with its event, for a reader in user space it is opened by name.
 
 Nothing is visible before it is verified, and nothing is taken for complete by its name alone: a complete segment has the right size and a trusted stamp
@@ -16,12 +16,12 @@ import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from dataclasses import dataclass
+from typing import Final
 
 from dsec_layers.cache.directio import read_whole, write_whole
 from dsec_layers.cache.directory import CacheDirectory, CacheView
-from dsec_layers.cache.fetch import Counters, Fetcher, Job
+from dsec_layers.cache.fetch import Counters, Fetch, Fetcher, Waiter
 from dsec_layers.cache.stock import Stock
 from dsec_layers.digest import Buffer, content_digest
 from dsec_layers.errors import CorruptError, DsecError, NoSpace
@@ -32,7 +32,6 @@ __all__ = ["SegmentCache", "Usage", "errno_of", "open_present"]
 
 _log = logging.getLogger(__name__)
 
-Waiter: TypeAlias = Callable[[DsecError | None], None]
 _REOPEN: Final = 3
 _ROOM: Final = 256 << 20
 
@@ -46,12 +45,26 @@ class Usage:
 
 
 @dataclass(slots=True)
-class _Flight:
-    """``fd``: a descriptor of the file to be filled that raises no events; None to find the file by name."""
+class _File:
+    """The file that a fetch is to fill: the place of a segment. ``fd``: a descriptor of it that raises no events; None to find the file by name."""
 
+    cache: SegmentCache
     piece: Segment
     fd: int | None
-    waiters: list[Waiter] = field(default_factory=list)
+
+    def is_here(self) -> bool:
+        """See Place."""
+        return self.cache._is_here(self)
+
+    def keep(self, data: Buffer) -> None:
+        """See Place."""
+        self.cache._keep(self, data)
+
+    def close(self) -> None:
+        """See Place."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
 
 
 class SegmentCache:
@@ -67,7 +80,7 @@ class SegmentCache:
         self._holes = holes
         self._stock = None if holes else stock
         self._lock = threading.Lock()
-        self._flights: dict[bytes, _Flight] = {}
+        self._fetches: dict[bytes, Fetch] = {}
         self._names = threading.Lock()
         self._writers = _Claims()
         self._own_writes: set[str] = set()
@@ -130,76 +143,63 @@ class SegmentCache:
         """
         piece = pieces[0]
         with self._lock:
-            flight = self._flights.get(piece.digest)
-            if flight is not None:
-                flight.waiters.append(waiter if fd is None else self._checked(pieces, waiter, fd))
+            fetch = self._fetches.get(piece.digest)
+            if fetch is not None and fetch.join(waiter if fd is None else self._checked(pieces, waiter, fd)):
                 return
-            flight = self._flights[piece.digest] = _Flight(piece, None if fd is None else os.dup(fd), [waiter])
-        self.fetcher.submit(
-            Job(
-                pieces,
-                settle=lambda: self._settle(flight),
-                keep=lambda data: self._keep(flight, data),
-                done=lambda error: self._land(flight, error),
-                end=lambda: self._release(flight),
-            )
-        )
+            new = self._fetches[piece.digest] = Fetch(pieces, _File(self, piece, None if fd is None else os.dup(fd)))
+            new.waiters += [lambda _: self._forget(new), waiter]
+        self.fetcher.submit(new)
 
     def is_own_write(self, name: str) -> bool:
         """Whether this process is at work on the absent file ``name``: an event that it raises itself must be let through."""
         return name in self._own_writes
 
     def _checked(self, pieces: Sequence[Segment], waiter: Waiter, fd: int) -> Waiter:
-        """A waiter that joins a flight which may fill another file than the one it has open: then a flight of its own follows."""
+        """A waiter that joins a fetch which may fill another file than the one it has open: then a fetch of its own follows."""
 
         def check(error: DsecError | None) -> None:
-            if error is None and not self.directory.is_trusted(os.fstat(fd), pieces[0].size):
-                self.want(pieces, waiter, fd)
-            else:
-                waiter(error)
+            try:
+                if error is None and not self.directory.is_trusted(os.fstat(fd), pieces[0].size):
+                    self.want(pieces, waiter, fd)
+                    return
+            except OSError as failure:  # no descriptor left, say
+                error = map_os_error(failure, f"cache {self.directory.root}")
+            waiter(error)
 
         return check
 
-    def _land(self, flight: _Flight, error: DsecError | None) -> None:
+    def _forget(self, fetch: Fetch) -> None:
         with self._lock:
-            if self._flights.get(flight.piece.digest) is flight:
-                del self._flights[flight.piece.digest]
-            waiters, flight.waiters = flight.waiters, []
-        for waiter in waiters:
-            waiter(error)
-
-    def _release(self, flight: _Flight) -> None:
-        if flight.fd is not None:
-            os.close(flight.fd)
-            flight.fd = None
+            if self._fetches.get(fetch.pieces[0].digest) is fetch:
+                del self._fetches[fetch.pieces[0].digest]
 
     # ---- finding and storing a segment; in fetcher threads
 
-    def _settle(self, flight: _Flight) -> bool:
+    def _is_here(self, file: _File) -> bool:
         """Whether the segment is here already: complete, or suspect and right after all, or in another file of the cache."""
         # A descriptor that came with an event raises none itself, but one that was opened again after a restart does (fuse/adopt.py).
-        with self._writers.claim(flight.piece.name), self._own_write(flight.piece.name):
-            fd = flight.fd
+        with self._writers.claim(file.piece.name), self._own_write(file.piece.name):
+            fd = file.fd
             if fd is None:
-                return self._settle_by_name(flight.piece)
-            if self._is_right(fd, flight.piece):
-                self._publish(fd, flight.piece.name)
+                return self._is_here_by_name(file.piece)
+            if self._is_right(fd, file.piece):
+                self._publish(fd, file.piece.name)
                 return True
-            present = self.open_present(flight.piece)
+            present = self.open_present(file.piece)
             if present is None:
                 return False
             try:
-                data = read_whole(present, flight.piece.size)
+                data = read_whole(present, file.piece.size)
             except EOFError:
                 return False
             finally:
                 os.close(present)
-            if content_digest(data) != flight.piece.digest:
+            if content_digest(data) != file.piece.digest:
                 return False
-            self._fill(fd, data, flight.piece.name)
+            self._fill(fd, data, file.piece.name)
             return True
 
-    def _settle_by_name(self, piece: Segment) -> bool:
+    def _is_here_by_name(self, piece: Segment) -> bool:
         for folder in (self.directory.present_fd, self.directory.absent_fd):
             try:
                 fd = os.open(piece.name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
@@ -235,17 +235,21 @@ class SegmentCache:
             _log.warning("cached segment %s is damaged and is fetched again", piece.name)
         return right
 
-    def _keep(self, flight: _Flight, data: Buffer) -> None:
-        name = flight.piece.name
+    def _keep(self, file: _File, data: Buffer) -> None:
+        name = file.piece.name
         with self._writers.claim(name), self._own_write(name):
-            if flight.fd is not None:
-                if not self.directory.is_trusted(os.fstat(flight.fd), flight.piece.size):
-                    self._fill(flight.fd, data, name)
+            if file.fd is not None:
+                if not self.directory.is_trusted(os.fstat(file.fd), file.piece.size):
+                    self._fill(file.fd, data, name)
                 return
             try:
                 fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.directory.absent_fd)
             except FileNotFoundError:
-                self._store(name, data)
+                present = self.open_present(file.piece)
+                if present is None:
+                    self._store(name, data)
+                else:  # another was faster than this store
+                    os.close(present)
                 return
             try:
                 self._fill(fd, data, name)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dsec_layers.cache.fetch import Fetcher, Gate, Job, Limits
+from dsec_layers.cache.fetch import Fetch, Fetcher, Limits, State
 from dsec_layers.cache.segments import errno_of
+from dsec_layers.cache.slots import StoreSlots
 from dsec_layers.digest import Buffer, content_digest
 from dsec_layers.errors import CorruptError, DsecError, NoSpace, NotFound, StoreError
 from dsec_layers.layers.frames import compress
@@ -25,7 +27,7 @@ MIB = 1 << 20
 
 
 class Outcome:
-    """A job that keeps its data in memory."""
+    """The place of a fetch, in memory, and its waiter."""
 
     def __init__(self, *pieces: Segment) -> None:
         self.data: bytes | None = None
@@ -33,16 +35,19 @@ class Outcome:
         self.ends = 0
         self.done = threading.Event()
         self.ended = threading.Event()
-        self.job = Job(pieces, lambda: False, self._keep, self._done, self._end)
+        self.fetch = Fetch(pieces, self, [self._done])
 
-    def _keep(self, data: Buffer) -> None:
+    def is_here(self) -> bool:
+        return False
+
+    def keep(self, data: Buffer) -> None:
         self.data = bytes(data)
 
     def _done(self, error: DsecError | None) -> None:
         self.outcomes.append(error)
         self.done.set()
 
-    def _end(self) -> None:
+    def close(self) -> None:
         self.ends += 1
         self.ended.set()
 
@@ -57,7 +62,7 @@ def run(store: Store, *pieces: Segment, limits: Limits = QUICK) -> Outcome:
     fetcher = Fetcher(lambda _: store, limits)
     outcome = Outcome(*pieces)
     try:
-        fetcher.submit(outcome.job)
+        fetcher.submit(outcome.fetch)
         assert outcome.done.wait(30) and outcome.ended.wait(30)
     finally:
         fetcher.close()
@@ -144,7 +149,7 @@ def test_d8_another_source_is_used_when_the_first_is_bad() -> None:
         first.add(fault)
         fetcher = Fetcher(lambda url: first if url == "mem://a" else second, QUICK)
         outcome = Outcome(Segment(there.digest, there.size, "mem://a", there.blob, there.offset, there.stored), there)
-        fetcher.submit(outcome.job)
+        fetcher.submit(outcome.fetch)
         assert outcome.done.wait(10)
         fetcher.close()
         assert outcome.data == data
@@ -168,7 +173,7 @@ def test_a_read_that_hangs_does_not_hold_the_reader_beyond_the_deadline() -> Non
     store.add(Fault("read", until=gate, times=1))
     fetcher = Fetcher(lambda _: store, Limits(deadline=0.2))
     outcome = Outcome(piece)
-    fetcher.submit(outcome.job)
+    fetcher.submit(outcome.fetch)
     assert isinstance(outcome.error(), StoreError)
     assert outcome.ends == 0
     gate.set()  # what arrives late is kept for the next reader, and told to nobody
@@ -207,7 +212,7 @@ def test_d11_fetches_and_bytes_in_flight_are_bounded() -> None:
     fetcher = Fetcher(lambda _: store, limits)
     outcomes = [Outcome(piece) for piece in pieces]
     for outcome in outcomes:
-        fetcher.submit(outcome.job)
+        fetcher.submit(outcome.fetch)
     assert all(outcome.done.wait(30) for outcome in outcomes)
     fetcher.close()
     assert all(
@@ -217,15 +222,27 @@ def test_d11_fetches_and_bytes_in_flight_are_bounded() -> None:
     assert 1 < most <= limits.fetches
 
 
-def test_the_gate_lets_something_larger_than_itself_pass_alone() -> None:
-    gate = Gate(10)
-    with gate.hold(25):
-        blocked = threading.Thread(target=lambda: gate.hold(1).__enter__(), daemon=True)
-        blocked.start()
-        blocked.join(0.05)
-        assert blocked.is_alive()
-    blocked.join(5)
-    assert not blocked.is_alive()
+def test_something_larger_than_the_bound_runs_alone() -> None:
+    slots = StoreSlots(4, 10)
+    order: list[str] = []
+    go, over = threading.Event(), threading.Event()
+
+    def large() -> bool:
+        go.wait(10)
+        order.append("large")
+        return True
+
+    def small() -> bool:
+        order.append("small")
+        over.set()
+        return True
+
+    slots.submit("mem://a", 25, large)
+    slots.submit("mem://a", 1, small)
+    assert not over.wait(0.05)
+    go.set()
+    assert over.wait(10)
+    assert order == ["large", "small"]
 
 
 def test_many_readers_of_one_segment_make_one_fetch(tmp_path: Path) -> None:
@@ -248,9 +265,9 @@ def test_a_full_disk_is_told_as_such() -> None:
     def full(_: Buffer) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    outcome.job.keep = full
+    setattr(outcome, "keep", full)  # noqa: B010 - not a method of its class
     fetcher = Fetcher(lambda _: store, QUICK)
-    fetcher.submit(outcome.job)
+    fetcher.submit(outcome.fetch)
     error = outcome.error()
     fetcher.close()
     assert isinstance(error, NoSpace) and errno_of(error) == errno.ENOSPC
@@ -262,7 +279,7 @@ def test_closing_answers_those_who_wait() -> None:
     store.add(Fault("read", error=StoreError("down")))
     fetcher = Fetcher(lambda _: store, Limits(deadline=60, pause=30, longest_pause=30))
     outcome = Outcome(piece)
-    fetcher.submit(outcome.job)
+    fetcher.submit(outcome.fetch)
     eventually(lambda: store.hits == 1)
     fetcher.close()
     assert isinstance(outcome.error(), StoreError)
@@ -270,3 +287,163 @@ def test_closing_answers_those_who_wait() -> None:
 
 def _same(got: bytes, wanted: bytes) -> None:
     assert got == wanted
+
+
+class Two:
+    """Two stores, the first of which hangs until ``heal``; those reads go on hanging until ``free``."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+        self.first, self.second = FaultyStore(MemoryStore("mem://a")), MemoryStore("mem://b")
+        self.first.add(Fault("read", until=self.free))
+
+    def opener(self, url: str) -> Store:
+        return self.first if url == "mem://a" else self.second
+
+    def heal(self) -> None:
+        self.first.clear()
+
+
+def setting(event: threading.Event) -> bool:
+    event.set()
+    return True
+
+
+@pytest.fixture
+def two() -> Iterator[Two]:
+    stores = Two()
+    yield stores
+    stores.free.set()
+
+
+def test_a_store_that_hangs_takes_nothing_from_another(two: Two) -> None:
+    hanging = [Outcome(put_piece(two.first, content(200 + at, MIB))) for at in range(30)]
+    fetcher = Fetcher(two.opener, Limits(bytes=4 * MIB))
+    for outcome in hanging:
+        fetcher.submit(outcome.fetch)
+    eventually(lambda: two.first.hits > 0)
+    healthy = [Outcome(put_piece(two.second, content(300 + at, MIB))) for at in range(8)]
+    for outcome in healthy:
+        fetcher.submit(outcome.fetch)
+    assert all(outcome.done.wait(1) and outcome.outcomes == [None] for outcome in healthy)
+    assert not any(outcome.done.is_set() for outcome in hanging)
+    began = time.monotonic()
+    fetcher.close()
+    assert time.monotonic() - began < 2
+    assert all(isinstance(outcome.error(), StoreError) for outcome in hanging)
+
+
+def test_the_first_read_after_a_store_is_healed_succeeds_though_the_old_ones_hang(two: Two) -> None:
+    hanging = [Outcome(put_piece(two.first, content(200 + at, MIB))) for at in range(30)]
+    fetcher = Fetcher(two.opener, Limits(deadline=0.3))
+    for outcome in hanging:
+        fetcher.submit(outcome.fetch)
+    assert all("not here after 0.3 s" in outcome.error().message for outcome in hanging)
+    assert 16 <= two.first.hits <= 24, "no more than a few try a store that hangs"
+    two.heal()
+    data = content(199, MIB)
+    first = Outcome(put_piece(two.first, data))
+    fetcher.submit(first.fetch)
+    assert first.done.wait(5) and first.outcomes == [None] and first.data == data
+    assert [outcome.ends for outcome in hanging].count(0) == two.first.hits
+    two.free.set()
+    assert all(outcome.ended.wait(5) for outcome in hanging)
+    fetcher.close()
+
+
+def test_threads_left_to_hang_are_bounded(two: Two) -> None:
+    slots = StoreSlots(2, 100)
+    begun: list[int] = []
+
+    def hang() -> bool:
+        begun.append(1)
+        return two.free.wait()
+
+    for _ in range(40):
+        slots.write_off(slots.submit("mem://a", 1, hang))
+    for _ in range(10):
+        slots.submit("mem://a", 1, hang)
+    eventually(lambda: len(begun) >= 8)
+    done = threading.Event()
+    slots.submit("mem://b", 1, lambda: setting(done))
+    assert done.wait(1), "another store has its own"
+    assert len(begun) <= 10
+    two.free.set()
+    again = threading.Event()
+    slots.submit("mem://a", 1, lambda: setting(again))
+    assert again.wait(5)
+
+
+def test_each_store_has_a_slot_whatever_all_others_hold(two: Two) -> None:
+    slots = StoreSlots(2, 100)
+    for store in range(20):
+        for _ in range(4):
+            slots.submit(f"mem://{store}", 50, two.free.wait)
+    done = threading.Event()
+    slots.submit("mem://b", 50, lambda: setting(done))
+    assert done.wait(1)
+
+
+def test_what_a_store_brings_after_the_end_is_not_kept(two: Two) -> None:
+    outcome = Outcome(put_piece(two.first, content(210, MIB)))
+    fetcher = Fetcher(two.opener, QUICK)
+    fetcher.submit(outcome.fetch)
+    eventually(lambda: two.first.hits == 1)
+    fetcher.close()
+    two.free.set()
+    assert outcome.ended.wait(5) and outcome.ends == 1
+    assert outcome.data is None
+    late = Outcome(put_piece(two.second, content(211, MIB)))
+    fetcher.submit(late.fetch)
+    assert isinstance(late.error(), StoreError) and late.ended.wait(5)
+
+
+@pytest.mark.parametrize("broken", ["is_here", "keep", "close"])
+def test_a_place_that_raises_what_nobody_expects_is_an_error_and_the_next_fetch_works(broken: str) -> None:
+    store = MemoryStore()
+    outcome, after = (Outcome(put_piece(store, content(220 + at, MIB))) for at in range(2))
+    raised = threading.Event()
+
+    def fail(*_: object) -> None:
+        raised.set()
+        raise ZeroDivisionError("broken")
+
+    setattr(outcome, broken, fail)
+    fetcher = Fetcher(lambda _: store, Limits(fetches=1))
+    fetcher.submit(outcome.fetch)
+    fetcher.submit(after.fetch)
+    assert after.done.wait(5) and after.outcomes == [None] and raised.is_set()
+    assert outcome.done.wait(5) and len(outcome.outcomes) == 1
+    assert (outcome.outcomes == [None]) == (broken == "close")
+    assert broken == "close" or outcome.ended.wait(5)
+    fetcher.close()
+
+
+def test_a_waiter_that_raises_does_not_keep_the_outcome_from_the_others() -> None:
+    store = FaultyStore(MemoryStore())
+    outcome, after = (Outcome(put_piece(store, content(230 + at, MIB))) for at in range(2))
+
+    def fail(_: DsecError | None) -> None:
+        raise ZeroDivisionError("broken")
+
+    outcome.fetch.waiters.insert(0, fail)
+    fetcher = Fetcher(lambda _: store, Limits(deadline=0.2))
+    fetcher.submit(outcome.fetch)
+    assert outcome.done.wait(5) and outcome.outcomes == [None] and outcome.ended.wait(5)
+    never = threading.Event()
+    store.add(Fault("read", until=never, times=2))
+    late = [Outcome(put_piece(store, content(240 + at, MIB))) for at in range(2)]
+    for each in late:  # told by the timer
+        each.fetch.waiters.insert(0, fail)
+        fetcher.submit(each.fetch)
+    assert all(isinstance(each.error(), StoreError) for each in late)
+    fetcher.submit(after.fetch)
+    assert after.done.wait(5) and after.outcomes == [None]
+    never.set()
+    fetcher.close()
+
+
+def test_nobody_joins_a_fetch_whose_outcome_is_known() -> None:
+    outcome = run(MemoryStore(), put_piece(MemoryStore(), content(250, MIB)), limits=Limits(bad_answers=1))
+    assert outcome.fetch.state is State.GIVEN_UP
+    assert not outcome.fetch.join(lambda _: None)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from dsec_layers.cache import directory as directory_module
 from dsec_layers.cache.directory import CacheDirectory, stamp_of
+from dsec_layers.cache.fetch import Fetcher, Limits
 from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.digest import Buffer
 from dsec_layers.errors import Conflict, CorruptError, DsecError, NoSpace, StoreError
@@ -320,3 +322,65 @@ def test_a_full_disk_makes_room_once(tmp_path: Path, store: FaultyStore, monkeyp
         cache.make_room = make_room
         assert cache.read(piece, 0, MIB) == data
         assert len(asked) == 1
+
+
+def test_a_store_that_hangs_keeps_nobody_from_another_and_works_again_when_it_is_healed(tmp_path: Path) -> None:
+    free = threading.Event()
+    first, second = FaultyStore(MemoryStore("mem://a")), MemoryStore("mem://b")
+    first.add(Fault("read", until=free))
+    pieces = [put_piece(first, content(60 + at, 100_000)) for at in range(30)]
+    data = content(59, 100_000)
+    there, after = put_piece(second, data), put_piece(first, data[::-1])
+    outcomes: list[DsecError | None] = []
+    with CacheDirectory(tmp_path) as directory:
+        fetcher = Fetcher(lambda url: first if url == "mem://a" else second, Limits(deadline=1.0))
+        cache = SegmentCache(directory, fetcher)
+        try:
+            for piece in pieces:
+                cache.want([piece], outcomes.append)
+            eventually(lambda: first.hits > 0)
+            began = time.monotonic()
+            assert cache.read(there, 0, 100_000) == data
+            assert time.monotonic() - began < 0.9
+            eventually(lambda: len(outcomes) == 30)
+            assert all(isinstance(outcome, StoreError) for outcome in outcomes)
+            first.clear()
+            assert cache.read(after, 0, 100_000) == data[::-1]
+            began = time.monotonic()
+            fetcher.close()
+            assert time.monotonic() - began < 2
+        finally:
+            free.set()
+
+
+def test_a_waiter_that_raises_leaves_nobody_waiting(tmp_path: Path, store: FaultyStore) -> None:
+    data = content(61, MIB)
+    piece = put_piece(store, data)
+    gate = threading.Event()
+    store.add(Fault("read", until=gate))
+    outcomes: list[DsecError | None] = []
+
+    def fail(_: DsecError | None) -> None:
+        raise ZeroDivisionError("broken")
+
+    with open_cache(tmp_path, store) as cache:
+        cache.want([piece], fail)
+        cache.want([piece], outcomes.append)
+        gate.set()
+        eventually(lambda: outcomes == [None])
+        assert cache.read(piece, 0, MIB) == data
+
+
+def test_a_reader_whose_file_is_gone_when_it_joins_is_answered(tmp_path: Path, store: FaultyStore) -> None:
+    piece = put_piece(store, content(62, MIB))
+    gate = threading.Event()
+    store.add(Fault("read", until=gate))
+    outcomes: list[DsecError | None] = []
+    with open_cache(tmp_path, store) as cache:
+        cache.want([piece], lambda _: None)
+        fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+        cache.want([piece], outcomes.append, fd)
+        os.close(fd)
+        gate.set()
+        eventually(lambda: len(outcomes) == 1)
+        assert isinstance(outcomes[0], StoreError)
