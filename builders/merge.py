@@ -14,6 +14,7 @@ from typing import Final, Protocol
 
 from dsec_layers.builders.sink import ContentSink
 from dsec_layers.builders.sources.names import MAX_PATH, Limits, check_name, over_limit, shown
+from dsec_layers.builders.sources.sparse import Holes
 from dsec_layers.builders.sources.tar import Member, TarReader
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.errors import InputError
@@ -263,12 +264,15 @@ def merge_layers(layers: Sequence[LayerTar], sink: ContentSink, limits: Limits |
     A single layer is read once. Several are read twice: first the headers, to learn what survives, so that nothing is packed that a later layer deletes.
     """
     merger = Merger(limits)
+    holes = Holes(limits or Limits())
     if len(layers) == 1:
         merger.begin_layer()
         with layers[0].open() as reader:
             for member in reader:
                 inode = merger.add(member)
                 if inode is not None:
+                    if inode.size > reader.stored:
+                        holes.add(reader.what, member[0], inode.size, inode.size - reader.stored)
                     reader.feed(sink, inode)
         return merger.tree
     files = [_apply(merger, layer) for layer in layers]
@@ -276,7 +280,7 @@ def merge_layers(layers: Sequence[LayerTar], sink: ContentSink, limits: Limits |
     for layer, found in zip(layers, files, strict=True):
         due = [inode if inode is not None and id(inode) in alive else None for inode in found]
         if any(inode is not None for inode in due):
-            _feed(layer, due, sink)
+            _feed(layer, due, sink, holes)
     return merger.tree
 
 
@@ -292,7 +296,7 @@ def _apply(merger: Merger, layer: LayerTar) -> list[Inode | None]:
     return files
 
 
-def _feed(layer: LayerTar, due: list[Inode | None], sink: ContentSink) -> None:
+def _feed(layer: LayerTar, due: list[Inode | None], sink: ContentSink, holes: Holes) -> None:
     """Read a layer again and hand over the content of those regular files that are ``due``."""
     with layer.open(again=True) as reader:
         position = 0
@@ -305,6 +309,8 @@ def _feed(layer: LayerTar, due: list[Inode | None], sink: ContentSink) -> None:
                 continue
             if wanted is inode or wanted.size != inode.size:
                 raise InputError(f"{shown(name)}: the layer changed while it was read")
+            if inode.size > reader.stored:
+                holes.add(reader.what, name, inode.size, inode.size - reader.stored)
             reader.feed(sink, wanted)
         if position != len(due):
             raise InputError("a layer changed while it was read")

@@ -9,7 +9,7 @@ from typing import Final
 
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.errors import InputError, LimitError, UsageError
-from dsec_layers.layers.frames import Bound
+from dsec_layers.layers.frames import METADATA_BOUND, Bound
 
 __all__ = [
     "LIMIT_NAMES",
@@ -52,11 +52,13 @@ class Limits:
     """What one build may take in. A few kilobytes of compressed headers can name millions of files: these bound the memory and disk that costs.
 
     ``inodes``: files, directories and the rest, implied directories included. ``attribute_bytes``: names and values of extended attributes, all in all.
+    ``hole_chunks``: chunks (64 KiB, more in files over 64 GiB) of the holes in sparse files, eight bytes of memory and of the metadata image each.
     ``spool_bytes``: of the temporary copy of an image that cannot be read in place; None: what honest images need for their compressed size (SPOOL_BOUND).
     """
 
     inodes: int = 20_000_000
     attribute_bytes: int = 1 << 30
+    hole_chunks: int = METADATA_BOUND.free // 8
     spool_bytes: int | None = None
 
     @classmethod
@@ -78,7 +80,12 @@ class Limits:
 SPOOL_BOUND: Final = Bound(64 << 30, 512 << 20, 32)
 """Layers are a third of their content when compressed, seldom less than a tenth; 512 MiB of anything are free."""
 
-LIMIT_NAMES: Final[Mapping[str, str]] = {"entries": "inodes", "attributes": "attribute_bytes", "spool": "spool_bytes"}
+LIMIT_NAMES: Final[Mapping[str, str]] = {
+    "entries": "inodes",
+    "attributes": "attribute_bytes",
+    "holes": "hole_chunks",
+    "spool": "spool_bytes",
+}
 """What people call the limits: ``--limit NAME=SIZE``."""
 
 

@@ -66,6 +66,16 @@ class TarReader:
         """Character devices 0/0, which overlayfs takes for whiteouts."""
 
     @property
+    def what(self) -> str:
+        """What messages call the archive."""
+        return self._what
+
+    @property
+    def stored(self) -> int:
+        """Bytes of the current member's content that the archive holds: less than the file's size if that is sparse."""
+        return self._stored
+
+    @property
     def content_at(self) -> tuple[int, int]:
         """Where in the stream the content of the current member is: offset and stored bytes."""
         return self._window.offset, self._stored
