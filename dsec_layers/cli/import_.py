@@ -39,7 +39,7 @@ from dsec_layers.cli.values import parse_limits
     "limits",
     multiple=True,
     metavar="NAME=SIZE",
-    help="What the input may cost: entries, attributes (bytes), holes (chunks), spool (bytes of a temporary copy). May be given again; docs/sources.md has the defaults.",
+    help="What the input may cost: entries, attributes (bytes), holes (chunks), memory (bytes for entries of tars), spool (bytes of a temporary copy). May be given again; docs/sources.md has the defaults.",
 )
 @app_options
 @pass_app
