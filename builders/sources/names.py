@@ -124,7 +124,7 @@ def memory_of(name: bytes, inode: Inode | None) -> int:
 
 def over_limit(message: str, name: str) -> LimitError:
     """The error of an input that goes over the limit called ``name``."""
-    return LimitError(message, hint=f"if you trust the input, allow more: dsec-layers import --limit {name}=SIZE")
+    return LimitError(message, hint=f"if you trust the input, allow more: --limit {name}=SIZE of import and build")
 
 
 @dataclass(frozen=True, slots=True)
