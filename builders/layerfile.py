@@ -25,7 +25,7 @@ from dsec_layers.builders.sink import ContentSink
 from dsec_layers.builders.sources.archive import TarSource
 from dsec_layers.builders.sources.base import ImageConfig, Source
 from dsec_layers.builders.sources.detect import detect
-from dsec_layers.builders.sources.names import Overrides
+from dsec_layers.builders.sources.names import Limits, Overrides
 from dsec_layers.builders.stepcache import StepCache
 from dsec_layers.builders.steps import Ground, chain_key, run_steps
 from dsec_layers.digest import Digest
@@ -81,14 +81,16 @@ def build_layerfile(
     use_cache: bool = True,
     epoch: int | None = None,
     environ: Mapping[str, str] | None = None,
+    limits: Limits | None = None,
 ) -> PackResult:
     """Build and publish a layer; nothing is named.
 
     ``name``: put into the layer's config instead of the file's. ``previous``: the layer it is to replace, looked into for chunks first. ``use_cache``: take results of
     steps from the cache. ``epoch``: goes before the file's. ``environ``: the host's environment, for proxies and CA bundle (None: this process's).
+    ``limits``: what the source may cost.
     Raises UsageError, NotFound, StepError, and what sources, sandbox and store raise.
     """
-    build = _Build(recipe, place, recipe.epoch if epoch is None else epoch, environ)
+    build = _Build(recipe, place, recipe.epoch if epoch is None else epoch, environ, limits)
     with ExitStack() as stack:
         cache = stack.enter_context(StepCache(place.cache / "steps", fresh=not use_cache))
         ingest = build.staged(cache, stack) if recipe.steps else build.direct(cache)
@@ -114,8 +116,10 @@ def build_layerfile(
 class _Build:
     """One build: the recipe with what its names stand for."""
 
-    def __init__(self, recipe: Recipe, place: Workplace, epoch: int | None, environ: Mapping[str, str] | None) -> None:
-        self.recipe, self.place, self.epoch, self._environ = recipe, place, epoch, environ
+    def __init__(
+        self, recipe: Recipe, place: Workplace, epoch: int | None, environ: Mapping[str, str] | None, limits: Limits | None
+    ) -> None:
+        self.recipe, self.place, self.epoch, self._environ, self._limits = recipe, place, epoch, environ, limits
         self.image = ImageConfig()
         self.parent: Digest | None = None
         self._members: list[Digest] = []
@@ -238,6 +242,7 @@ class _Build:
             reference=wanted.reference,
             excludes=(*wanted.excludes, *excludes) if wanted.type == "dir" else (),
             overrides=Overrides(*(wanted.owner or (None, None))),
+            limits=self._limits,
         )
         self.image = source.image_config or ImageConfig()
         return source

@@ -8,12 +8,13 @@ entries themselves. docs/sources.md has the rules in full.
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Final, Protocol
 
 from dsec_layers.builders.sink import ContentSink
-from dsec_layers.builders.sources.names import MAX_PATH, Limits, check_name, over_limit, shown
+from dsec_layers.builders.sources.names import MAX_PATH, Limits, check_name, memory_of, over_limit, shown
+from dsec_layers.builders.sources.sparse import Holes
 from dsec_layers.builders.sources.tar import Member, TarReader
 from dsec_layers.erofs.overlay import OPAQUE_NAME, RESERVED_PREFIX, WHITEOUT_PREFIX
 from dsec_layers.erofs.tree import Inode, Tree
@@ -37,6 +38,9 @@ class Merger:
         self._limits = limits or Limits()
         self._inodes = 1
         self._layer = -1
+        self._memory = self._most = 0  # what the entries take; what they may take by what was read when they last went over it
+        self._input_before = 0  # bytes of the layers below
+        self._input: Callable[[], int] = lambda: 0
         self._heads: dict[
             bytes, tuple[Inode, set[bytes] | None]
         ] = {}  # directory part of a name, as spelt -> directory, names of this layer in it
@@ -44,9 +48,11 @@ class Merger:
         self._given: set[Inode] = set()  # directories whose attributes are this layer's
         self._hidden: set[tuple[Inode, bytes]] = set()  # names whose lower content is gone already
 
-    def begin_layer(self) -> None:
-        """What follows belongs to the next layer up."""
+    def begin_layer(self, input_bytes: Callable[[], int] = lambda: 0) -> None:
+        """What follows belongs to the next layer up, of which ``input_bytes`` tells the stored bytes, as far as they are known."""
         self._layer += 1
+        self._input_before += self._input()
+        self._input = input_bytes
         self._heads.clear()
         self._own.clear()
         self._given.clear()
@@ -55,6 +61,9 @@ class Merger:
     def add(self, member: Member) -> Inode | None:
         """Apply one member. Raises InputError for one that leaves the tree, links to nothing, or stands below what is no directory."""
         name, inode, target = member
+        self._memory += memory_of(name, inode)
+        if self._memory > self._most:
+            self._check_memory(name)
         head, _, tail = name.rpartition(b"/")
         place = self._heads.get(head)
         if place is None or tail in _PLACES or tail.startswith(WHITEOUT_PREFIX) or len(tail) > 255:
@@ -161,10 +170,20 @@ class Merger:
         if self._inodes > self._limits.inodes:
             raise over_limit(f"more than {self._limits.inodes} files and directories", "entries")
         child = Inode(stat.S_IFDIR | 0o755)
+        self._memory += memory_of(part, child)
         assert parent.children is not None
         parent.children[part] = child
         self._given.add(child)
         return child
+
+    def _check_memory(self, name: bytes) -> None:
+        read = self._input_before + self._input()
+        self._most = self._limits.memory.most(read)
+        if self._memory > self._most:
+            raise over_limit(
+                f"the entries up to {shown(name)} take {self._memory} bytes of memory, over the limit of {self._most} for {read} bytes of input",
+                "memory",
+            )
 
     # -- what a member does
 
@@ -257,12 +276,15 @@ def merge_layers(layers: Sequence[LayerTar], sink: ContentSink, limits: Limits |
     A single layer is read once. Several are read twice: first the headers, to learn what survives, so that nothing is packed that a later layer deletes.
     """
     merger = Merger(limits)
+    holes = Holes(limits or Limits())
     if len(layers) == 1:
-        merger.begin_layer()
         with layers[0].open() as reader:
+            merger.begin_layer(reader.input_bytes)
             for member in reader:
                 inode = merger.add(member)
                 if inode is not None:
+                    if inode.size > reader.stored:
+                        holes.add(reader.what, member[0], inode.size, inode.size - reader.stored)
                     reader.feed(sink, inode)
         return merger.tree
     files = [_apply(merger, layer) for layer in layers]
@@ -270,14 +292,14 @@ def merge_layers(layers: Sequence[LayerTar], sink: ContentSink, limits: Limits |
     for layer, found in zip(layers, files, strict=True):
         due = [inode if inode is not None and id(inode) in alive else None for inode in found]
         if any(inode is not None for inode in due):
-            _feed(layer, due, sink)
+            _feed(layer, due, sink, holes)
     return merger.tree
 
 
 def _apply(merger: Merger, layer: LayerTar) -> list[Inode | None]:
     """Apply one layer without its content. For each regular file in its order: the inode, None if it is no part of the tree."""
-    merger.begin_layer()
     with layer.open() as reader:
+        merger.begin_layer(reader.input_bytes)
         files = []
         for member in reader:
             inode = merger.add(member)
@@ -286,7 +308,7 @@ def _apply(merger: Merger, layer: LayerTar) -> list[Inode | None]:
     return files
 
 
-def _feed(layer: LayerTar, due: list[Inode | None], sink: ContentSink) -> None:
+def _feed(layer: LayerTar, due: list[Inode | None], sink: ContentSink, holes: Holes) -> None:
     """Read a layer again and hand over the content of those regular files that are ``due``."""
     with layer.open(again=True) as reader:
         position = 0
@@ -299,6 +321,8 @@ def _feed(layer: LayerTar, due: list[Inode | None], sink: ContentSink) -> None:
                 continue
             if wanted is inode or wanted.size != inode.size:
                 raise InputError(f"{shown(name)}: the layer changed while it was read")
+            if inode.size > reader.stored:
+                holes.add(reader.what, name, inode.size, inode.size - reader.stored)
             reader.feed(sink, wanted)
         if position != len(due):
             raise InputError("a layer changed while it was read")

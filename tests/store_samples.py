@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -63,6 +64,14 @@ def publish_config(store: Store, config: LayerConfig) -> Descriptor:
 def content(seed: int, size: int) -> bytes:
     """Bytes that compress a little."""
     return random.Random(seed).randbytes((size + 1) // 2).hex().encode()[:size]
+
+
+def zeros_frame(size: int) -> bytes:
+    """A sound frame of ``size`` zeros, 128 KiB in four bytes each: the most that zstd can do."""
+    blocks = size // (1 << 17)
+    assert blocks << 17 == size
+    runs = b"".join((1 << 20 | 1 << 1 | (number == blocks - 1)).to_bytes(3, "little") + b"\0" for number in range(blocks))
+    return struct.pack("<IBQ", 0xFD2FB528, 0b11100000, size) + runs
 
 
 def make_layer(

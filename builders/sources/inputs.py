@@ -118,7 +118,14 @@ def tar_reader(
     source: Opened, what: str, *, limits: Limits | None = None, advance: Callable[[int], None] | None = None, seen: Seen | None = None
 ) -> Iterator[TarReader]:
     """A reader of a tar that may be compressed. ``advance`` is told the bytes read; ``seen`` takes hashes, for which nothing is skipped."""
-    blocks = source.blocks
+    blocks, read = source.blocks, source.size or 0
+    if source.size is None:
+
+        def count(block: bytes) -> None:
+            nonlocal read
+            read += len(block)
+
+        blocks = Tap(blocks, count)
     if advance is not None:
         blocks = Tap(blocks, lambda block: advance(len(block)), skips=seen is None)
     if seen is not None:
@@ -131,6 +138,6 @@ def tar_reader(
             seen.tar = hashlib.sha256()
             blocks = Tap(blocks, seen.tar.update)
     try:
-        yield TarReader(blocks, what, limits)
+        yield TarReader(blocks, what, limits, lambda: read)
     finally:
         blocks.close()

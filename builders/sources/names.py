@@ -10,7 +10,7 @@ from typing import Final
 from dsec_layers.erofs.overlay import TRUSTED_PREFIX
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.errors import InputError, LimitError, UsageError
-from dsec_layers.layers.frames import Bound
+from dsec_layers.layers.frames import METADATA_BOUND, Bound
 
 __all__ = [
     "LIMIT_NAMES",
@@ -18,12 +18,14 @@ __all__ = [
     "MAX_PATH",
     "MAX_XATTR_NAME",
     "MAX_XATTR_VALUE",
+    "MEMORY_BOUND",
     "Limits",
     "Overrides",
     "apply_overrides",
     "check_name",
     "check_xattr",
     "keeps_xattr",
+    "memory_of",
     "over_limit",
     "shown",
 ]
@@ -53,11 +55,15 @@ class Limits:
     """What one build may take in. A few kilobytes of compressed headers can name millions of files: these bound the memory and disk that costs.
 
     ``inodes``: files, directories and the rest, implied directories included. ``attribute_bytes``: names and values of extended attributes, all in all.
+    ``hole_chunks``: chunks (64 KiB, more in files over 64 GiB) of the holes in sparse files, eight bytes of memory and of the metadata image each.
+    ``memory_bytes``: what tree and metadata of tars may take, reckoned by ``memory_of``; None: what honest input needs for its size (MEMORY_BOUND).
     ``spool_bytes``: of the temporary copy of an image that cannot be read in place; None: what honest images need for their compressed size (SPOOL_BOUND).
     """
 
     inodes: int = 20_000_000
     attribute_bytes: int = 1 << 30
+    hole_chunks: int = METADATA_BOUND.free // 8
+    memory_bytes: int | None = None
     spool_bytes: int | None = None
 
     @classmethod
@@ -71,6 +77,11 @@ class Limits:
         return replace(cls(), **{LIMIT_NAMES[name]: value for name, value in values.items()})
 
     @property
+    def memory(self) -> Bound:
+        """How many bytes of memory the entries of a tar may take for its bytes."""
+        return MEMORY_BOUND if self.memory_bytes is None else Bound(self.memory_bytes, self.memory_bytes, 0)
+
+    @property
     def spool(self) -> Bound:
         """How many bytes the temporary copy may have for the bytes that were read."""
         return SPOOL_BOUND if self.spool_bytes is None else Bound(self.spool_bytes, self.spool_bytes, 0)
@@ -79,13 +90,42 @@ class Limits:
 SPOOL_BOUND: Final = Bound(64 << 30, 512 << 20, 32)
 """Layers are a third of their content when compressed, seldom less than a tenth; 512 MiB of anything are free."""
 
-LIMIT_NAMES: Final[Mapping[str, str]] = {"entries": "inodes", "attributes": "attribute_bytes", "spool": "spool_bytes"}
+MEMORY_BOUND: Final = Bound(32 << 30, 512 << 20, 32)
+"""An entry of an honest tar takes some 30 compressed bytes at least; some 500,000 entries of anything are free."""
+
+_ENTRY_MEMORY: Final = 800
+_DIRECTORY_MEMORY: Final = 300
+_INLINE: Final = 4096
+
+LIMIT_NAMES: Final[Mapping[str, str]] = {
+    "entries": "inodes",
+    "attributes": "attribute_bytes",
+    "holes": "hole_chunks",
+    "memory": "memory_bytes",
+    "spool": "spool_bytes",
+}
 """What people call the limits: ``--limit NAME=SIZE``."""
+
+
+def memory_of(name: bytes, inode: Inode | None) -> int:
+    """Bytes of memory that an entry takes at the height of a build, measured: the tree, its columns, the image and what is read back of it.
+
+    A hard link has no ``inode``. What a link leads to, small files and attributes are in the tree and in the image.
+    """
+    cost = _ENTRY_MEMORY + 4 * len(name)
+    if inode is not None:
+        if inode.children is not None:
+            cost += _DIRECTORY_MEMORY
+        elif inode.size <= _INLINE:
+            cost += 3 * inode.size
+        if inode.xattrs:
+            cost += 3 * sum(len(key) + len(value) for key, value in inode.xattrs)
+    return cost
 
 
 def over_limit(message: str, name: str) -> LimitError:
     """The error of an input that goes over the limit called ``name``."""
-    return LimitError(message, hint=f"if you trust the input, allow more: --limit {name}=SIZE")
+    return LimitError(message, hint=f"if you trust the input, allow more: --limit {name}=SIZE of import and build")
 
 
 @dataclass(frozen=True, slots=True)

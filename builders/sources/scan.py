@@ -20,6 +20,7 @@ from dsec_layers.builders.sink import ContentSink
 from dsec_layers.builders.sources.blocks import BLOCK
 from dsec_layers.builders.sources.excludes import Excludes
 from dsec_layers.builders.sources.names import Limits, check_xattr, over_limit, shown
+from dsec_layers.builders.sources.sparse import Holes
 from dsec_layers.digest import Buffer
 from dsec_layers.erofs.overlay import is_device_whiteout
 from dsec_layers.erofs.tree import Inode, Tree
@@ -73,6 +74,7 @@ class Directory(AbstractContextManager["Directory"]):
         self._keep, self._excludes = keep_xattr, excludes or Excludes()
         self._one, self._whiteouts, self._limits = one_filesystem, whiteouts, limits or Limits()
         self._inodes = self._attribute_bytes = 0
+        self._holes = Holes(self._limits)
         self._links: dict[tuple[int, int], Inode] = {}
         self.whiteouts = 0
         """Character devices 0/0 that were taken as they are."""
@@ -219,6 +221,7 @@ class Directory(AbstractContextManager["Directory"]):
                 raise self._changed(file.path)
             sink.whole(file.inode, data)
             return
+        self._holes.add(self._what, file.path, size, size - sum(end - start for start, end in ranges))
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         sink.stream(file.inode, size, self._pieces(fd, size, ranges, file.path))
 

@@ -1,4 +1,4 @@
-"""GNU sparse maps: the old ``S`` header, and PAX sparse formats 0.0, 0.1 and 1.0 (GNU tar manual, "Storing Sparse Files"). No I/O.
+"""What sparse files cost. GNU sparse maps: the old ``S`` header, and PAX sparse formats 0.0, 0.1 and 1.0 (GNU tar manual, "Storing Sparse Files"). No I/O.
 
 A map is a list of (offset, length) of the data that is stored; the rest of the file is holes.
 """
@@ -7,15 +7,34 @@ from __future__ import annotations
 
 from typing import Final
 
+from dsec_layers.builders.chunker import chunk_bits_of
 from dsec_layers.builders.sources.header import RECORD, Records, decimal, number
+from dsec_layers.builders.sources.names import Limits, over_limit, shown
 from dsec_layers.errors import InputError
 
-__all__ = ["MAX_EXTENTS", "Map", "Map1", "check_map", "map_0", "old_entries"]
+__all__ = ["MAX_EXTENTS", "Holes", "Map", "Map1", "check_map", "map_0", "old_entries"]
 
 MAX_EXTENTS: Final = 1 << 20
 """Stored pieces of one sparse file."""
 
 Map = list[tuple[int, int]]
+
+
+class Holes:
+    """Counts the chunks of holes in one input. Each costs an extent of eight bytes, of which a header of 1 KiB can ask for 32 MiB: only the sum bounds them."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._chunks = 0
+
+    def add(self, what: str, name: bytes, size: int, holes: int) -> None:
+        """A file of ``size`` bytes, ``holes`` of them not stored. Raises LimitError if the sum gets too large, or the file is."""
+        self._chunks += holes >> chunk_bits_of(size)
+        if self._chunks > self._limits.hole_chunks:
+            raise over_limit(
+                f"{what}: {shown(name)} with its {holes} bytes of holes goes over the limit of {self._limits.hole_chunks} chunks of holes",
+                "holes",
+            )
 
 
 def check_map(sparse: Map, real: int, stored: int) -> Map:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, TypeAlias
 
 from dsec_layers.builders.sink import ContentSink
@@ -49,7 +49,7 @@ class TarReader:
     read to its own end, so that checksums of a compression format are checked. Raises InputError for a malformed archive, naming the place.
     """
 
-    def __init__(self, blocks: Blocks, what: str, limits: Limits | None = None) -> None:
+    def __init__(self, blocks: Blocks, what: str, limits: Limits | None = None, input_bytes: Callable[[], int] | None = None) -> None:
         self._window = Window(blocks, what)
         self._what = what
         self._limits = limits or Limits()
@@ -61,10 +61,22 @@ class TarReader:
         self._local: Records = []
         self._long: dict[bytes, bytes] = {}  # GNU long name (L) and long link target (K) for the next member
         self._attribute_bytes = 0
+        self.input_bytes = input_bytes or (lambda: self._window.offset)
+        """Tells how many stored bytes there are, or were read of a stream: what the archive may cost depends on them."""
         self.dropped: set[bytes] = set()
         """Names of extended attributes, and keywords of access control lists, that were left out."""
         self.whiteouts = 0
         """Character devices 0/0, which overlayfs takes for whiteouts."""
+
+    @property
+    def what(self) -> str:
+        """What messages call the archive."""
+        return self._what
+
+    @property
+    def stored(self) -> int:
+        """Bytes of the current member's content that the archive holds: less than the file's size if that is sparse."""
+        return self._stored
 
     @property
     def content_at(self) -> tuple[int, int]:

@@ -101,8 +101,12 @@ def build(
     level: int = 3,
     use_cache: bool = True,
     epoch: int | None = None,
+    limits: Mapping[str, int] | None = None,
 ) -> Built:
-    """Build the layer that a layer file describes (docs/layerfile.md) and name it: ``name``, or what the file says. ``level``: zstd's."""
+    """Build the layer that a layer file describes (docs/layerfile.md) and name it: ``name``, or what the file says. ``level``: zstd's.
+
+    ``limits``: what the source may cost, as in ``import_source``.
+    """
     from dsec_layers.builders.layerfile import build_layerfile, load_recipe
 
     began = time.monotonic()
@@ -112,6 +116,7 @@ def build(
     packed = build_layerfile(
         recipe, session,
         name=name, previous=layer_before(session.store, before), workers=workers, level=level, use_cache=use_cache, epoch=epoch,
+        limits=Limits.of(limits or {}),
     )  # fmt: skip
     swap_ref(session.store, name, packed.digest, before)
     return built(name, recipe.kind, packed, time.monotonic() - began)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dsec_layers.api.session import Session
     from dsec_layers.registry.copy import Copied
 
-__all__ = ["REF", "App", "Command", "app_options", "pass_app", "show_built", "show_copied"]
+__all__ = ["REF", "App", "Command", "app_options", "limit_option", "pass_app", "show_built", "show_copied"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -81,6 +81,15 @@ class RefType(click.ParamType[str]):
 
 
 REF = RefType()
+
+limit_option = click.option(
+    "--limit",
+    "limits",
+    multiple=True,
+    metavar="NAME=SIZE",
+    help="What the input may cost: entries, attributes (bytes), holes (chunks), memory (bytes for entries of tars), spool (bytes of a temporary copy). May be given again; docs/sources.md has the defaults.",
+)
+"""The option of commands that read inputs which may be hostile."""
 
 pass_app = click.make_pass_decorator(App, ensure=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from dsec_layers.cli.common import App, Command, app_options, pass_app, show_built
+from dsec_layers.cli.common import App, Command, app_options, limit_option, pass_app, show_built
 from dsec_layers.cli.settings import source_date_epoch
 from dsec_layers.cli.values import parse_limits
 
@@ -34,13 +34,7 @@ from dsec_layers.cli.values import parse_limits
     "--workers", type=click.IntRange(1, 256), help="Compression threads; default: one a processor. The result does not depend on it."
 )
 @click.option("--level", type=click.IntRange(1, 19), default=3, show_default=True, help="zstd level: 1 builds fastest, 19 stores least.")
-@click.option(
-    "--limit",
-    "limits",
-    multiple=True,
-    metavar="NAME=SIZE",
-    help="What the input may cost: entries, attributes (bytes), spool (bytes of a temporary copy). May be given again; docs/sources.md has the defaults.",
-)
+@limit_option
 @app_options
 @pass_app
 def command(

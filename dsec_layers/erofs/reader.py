@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import stat
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -145,16 +146,16 @@ class Image:
         for at in np.flatnonzero(flat & (table.size >= BLOCK)).tolist():
             self._large_flat(table, at, inodes[at], tree)
 
-    def small_data(self, table: InodeTable, which: np.typing.NDArray[np.int64]) -> list[tuple[int, bytes]]:
+    def small_data(self, table: InodeTable, which: np.typing.NDArray[np.int64]) -> Iterator[tuple[int, bytes]]:
         """(position in the table, content) of files and links shorter than a block in the plain or inline layout."""
         places = np.where(table.inline > 0, table.body_at, np.where(table.whole > 0, table.i_u * BLOCK, 0))
         absent = (table.whole > 0) & (table.i_u == fmt.NULL_ADDR)
         places[absent] = -1
         raw = self._raw
-        return [
-            (at, bytes(raw[place : place + size]) if place >= 0 else bytes(size))
-            for at, place, size in zip(which.tolist(), places[which].tolist(), table.size[which].tolist(), strict=True)
-        ]
+        for first in range(0, len(which), 1 << 16):  # a batch at a time: as objects the numbers are five times as large
+            some = which[first : first + (1 << 16)]
+            for at, place, size in zip(some.tolist(), places[some].tolist(), table.size[some].tolist(), strict=True):
+                yield at, bytes(raw[place : place + size]) if place >= 0 else bytes(size)
 
     def _large_flat(self, table: InodeTable, at: int, inode: Inode, tree: Tree) -> None:
         """One extent for the whole blocks of a plain file, and the inline rest."""

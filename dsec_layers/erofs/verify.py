@@ -56,11 +56,9 @@ def _compare_devices(read: Image, devices: Sequence[int]) -> None:
 def _match_names(tree: Tree, found: Scan) -> list[Inode]:
     """The tree's inode for each inode of the image, by walking both from the root; checks names and link structure."""
     expected: list[Inode | None] = [None] * len(found.inodes.nid)
-    number: dict[int, int] = {}
     root = int(found.dir_inode[0])
     expected[root] = tree.root
-    number[id(tree.root)] = root
-    kids, firsts = found.child.tolist(), found.first.tolist()
+    firsts = found.first.tolist()
     for nth, at in enumerate(found.dir_inode.tolist()):
         directory = expected[at]
         children = directory.children if directory is not None else None
@@ -68,15 +66,20 @@ def _match_names(tree: Tree, found: Scan) -> list[Inode]:
         names = found.names[first:last]
         if directory is None or children is None or sorted(children) != names:
             raise _differ(tree, directory or tree.root, "other names in the directory")
-        for name, kid in zip(names, kids[first:last], strict=True):
+        for name, kid in zip(names, found.child[first:last].tolist(), strict=True):
             inode = children[name]
             other = expected[kid]
-            if other is None and id(inode) not in number:
+            if other is None:
                 expected[kid] = inode
-                number[id(inode)] = kid
             elif other is not inode:
                 raise _differ(tree, inode, "other hard links")
-    return [inode for inode in expected if inode is not None]
+    matched = [inode for inode in expected if inode is not None]
+    identities = np.fromiter(map(id, matched), np.uint64, len(matched))
+    order = np.argsort(identities)
+    twice = np.flatnonzero(np.diff(identities[order]) == 0)  # one inode of the tree is several of the image
+    if len(twice):
+        raise _differ(tree, matched[int(order[twice[0]])], "other hard links")
+    return matched
 
 
 def _column(expected: list[Inode], name: str) -> Ints:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import stat
 import struct
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import crc32c
@@ -28,6 +29,7 @@ from dsec_layers.errors import ImageError, LimitError
 
 __all__ = ["render"]
 
+_BATCH = 1 << 16
 _HOLE_INDEX = np.uint64(HOLE << 32)
 
 
@@ -239,10 +241,10 @@ def _place(head: Ints, indexes: Ints, tail: Ints, start: int) -> tuple[Ints, int
 
     In order, but for the gap that a tail leaves when it has to move on to the next block: following inodes that fit it are put there.
     """
-    places = []
+    places = array("q")
     at = start
     gap = gap_end = 0
-    for before, inline, whole in zip(head.tolist(), tail.tolist(), (head + indexes + tail + 31 & ~31).tolist(), strict=True):
+    for before, inline, whole in _rows(head, tail, head + indexes + tail + 31 & ~31):
         if whole <= gap_end - gap:
             places.append(gap)
             gap += whole
@@ -257,6 +259,12 @@ def _place(head: Ints, indexes: Ints, tail: Ints, start: int) -> tuple[Ints, int
         places.append(at)
         at += whole
     return np.array(places, np.int64), at
+
+
+def _rows(*columns: Ints) -> Iterator[tuple[int, ...]]:
+    """The rows of columns as plain integers. Made a batch at a time: an integer object is five times as large as its place in an array."""
+    for first in range(0, len(columns[0]), _BATCH):
+        yield from zip(*(column[first : first + _BATCH].tolist() for column in columns), strict=True)
 
 
 # --- render ------------------------------------------------------------------------------------------------------------------------------------
@@ -313,25 +321,35 @@ def _render_data(image: bytearray, flat: Flat, layout: _Layout) -> None:
 
 def _render_dirs(image: bytearray, flat: Flat, layout: _Layout) -> None:
     dirs = layout.dirs
+    out = memoryview(image)
+    words = np.frombuffer(image, "<u4")
+    nid = layout.pos - layout.meta_blkaddr * BLOCK >> fmt.ISLOT_BITS
+    file_type = fmt.FILE_TYPE_OF_MODE[flat.mode >> 12]
     full = layout.size[dirs.owner] // BLOCK
     inline = (layout.inline[dirs.owner] > 0) & (dirs.nth == full)
     place = np.where(inline, (layout.pos + layout.head)[dirs.owner], (layout.block[dirs.owner] + dirs.nth) * BLOCK)
-    ends = np.cumsum(np.fromiter(map(len, flat.names), np.int64, len(flat.names)))
-    starts = ends - np.fromiter(map(len, flat.names), np.int64, len(flat.names))
-    nth = np.arange(len(flat.names)) - np.repeat(dirs.first, dirs.entries)
-    names_at = dirs.entries * fmt.DIRENT.itemsize
-    nameoff = np.repeat(names_at - starts[dirs.first], dirs.entries) + starts
-    nid = (layout.pos - layout.meta_blkaddr * BLOCK >> fmt.ISLOT_BITS)[flat.entry_inode]
-    file_type = fmt.FILE_TYPE_OF_MODE[flat.mode >> 12][flat.entry_inode].astype(np.int64)
-    words = np.frombuffer(image, "<u4")
-    word = (np.repeat(place, dirs.entries) >> 2) + nth * 3
-    words[word] = nid & 0xFFFFFFFF
-    words[word + 1] = nid >> 32
-    words[word + 2] = nameoff | file_type << 16
-    out, names = memoryview(image), memoryview(b"".join(flat.names))
-    stops = ends[dirs.first + dirs.entries - 1]
-    for at, start, stop in zip((place + names_at).tolist(), starts[dirs.first].tolist(), stops.tolist(), strict=True):
-        out[at : at + stop - start] = names[start:stop]
+    # A batch of blocks at a time: there are ten numbers for each entry on the way.
+    step = max(1, _BATCH * len(dirs.first) // len(flat.names))
+    for block in range(0, len(dirs.first), step):
+        some = slice(block, block + step)
+        first, entries, at = dirs.first[some], dirs.entries[some], place[some]
+        low, high = int(first[0]), int(first[-1] + entries[-1])
+        names = flat.names[low:high]
+        lengths = np.fromiter(map(len, names), np.int64, high - low)
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        nth = np.arange(low, high) - np.repeat(first, entries)
+        names_at = entries * fmt.DIRENT.itemsize
+        nameoff = np.repeat(names_at - starts[first - low], entries) + starts
+        inode = flat.entry_inode[low:high]
+        word = (np.repeat(at, entries) >> 2) + nth * 3
+        words[word] = nid[inode] & 0xFFFFFFFF
+        words[word + 1] = nid[inode] >> 32
+        words[word + 2] = nameoff | file_type[inode].astype(np.int64) << 16
+        joined = memoryview(b"".join(names))
+        stops = ends[first - low + entries - 1]
+        for here, start, stop in zip((at + names_at).tolist(), starts[first - low].tolist(), stops.tolist(), strict=True):
+            out[here : here + stop - start] = joined[start:stop]
 
 
 def _render_devices(image: bytearray, layout: _Layout, blocks_of: Ints) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,16 @@ from dsec_layers.cache.metadata import LayerFiles, layer_files, local_layer_file
 from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.erofs.reader import Image
 from dsec_layers.errors import CorruptError, ImageError, NotFound, StoreError, UsageError
-from dsec_layers.layers.frames import decompress
+from dsec_layers.layers import descriptor as d
+from dsec_layers.layers.descriptor import Descriptor
+from dsec_layers.layers.frames import decompress, skippable
+from dsec_layers.layers.manifest import Layer
+from dsec_layers.registry.objects import load_layer
 from dsec_layers.store.memory import MemoryStore
+from dsec_layers.store.transfer import put_bytes
 from tests.cache_kit import QUICK, in_threads, open_cache
 from tests.kit.store_faulty import Fault, FaultyStore
-from tests.store_samples import Sample, content, make_environment, make_layer
+from tests.store_samples import Sample, content, make_environment, make_layer, zeros_frame
 
 FILES = {"a": content(1, 200_000), "b": content(2, 70_000), "c": content(3, 4096), "d": content(4, 65_536)}
 
@@ -147,6 +154,29 @@ def test_metadata_that_stays_wrong_is_named(tmp_path: Path) -> None:
         with pytest.raises(CorruptError, match="mem://made"):
             made.files(cache)
         assert list(cache.directory.metadata.iterdir()) == []
+
+
+def test_b1_a_layer_that_is_a_bomb_takes_no_memory_and_leaves_nothing(tmp_path: Path) -> None:
+    """Metadata of a gigabyte of zeros in 32 KiB, and a compressed image larger than the format has."""
+    made = Made()
+    layer = load_layer(made.store, made.sample.digest)
+    metadata = put_bytes(made.store, zeros_frame(1 << 30) + skippable(b"table"))
+    bombs = [
+        replace(layer, metadata=Descriptor(d.METADATA, metadata.digest, metadata.size)),
+        Layer(layer.kind, layer.config, Descriptor(d.EROFS, metadata.digest, (4 << 30) + 1)),
+    ]
+    with open_cache(tmp_path, made.store) as cache:
+        for bomb in bombs:
+            digest = put_bytes(made.store, bomb.to_json()).digest
+            tracemalloc.start()
+            try:
+                with pytest.raises(ImageError, match="limit"):
+                    layer_files(cache.directory, "mem://made", digest, lambda _: made.store, QUICK)
+                assert tracemalloc.get_traced_memory()[1] < 16 << 20
+            finally:
+                tracemalloc.stop()
+        assert {path.suffix for path in cache.directory.metadata.iterdir()} == {".json"}
+        assert list(cache.directory.images.iterdir()) == []
 
 
 def test_what_is_no_layer_is_refused(tmp_path: Path) -> None:

@@ -215,3 +215,7 @@ def test_b1_a_limit_of_import_is_named_and_can_be_raised(tmp_path: Path) -> None
     assert error["error"] == "LimitError" and "more than 1024 files" in error["message"] and "--limit entries=SIZE" in error["hint"]
     assert json.loads(dsec(*common, "--limit", "inodes=5", code=2))["hint"].startswith("the limits are entries, attributes, ")
     assert json.loads(dsec(*common, "--limit", "entries=2K"))["inodes"] == 1101
+    recipe = tmp_path / "a.toml"
+    recipe.write_text('name = "a:2"\nkind = "base"\n[source]\ntype = "tar"\npath = "a.tar"\n')
+    assert json.loads(dsec(*places, "--json", "build", str(recipe), "--limit", "entries=1K", code=13))["error"] == "LimitError"
+    assert json.loads(dsec(*places, "--json", "build", str(recipe), "--limit", "entries=2K"))["inodes"] == 1101

@@ -31,7 +31,7 @@ from dsec_layers.layers.metadata import open_metadata
 from dsec_layers.layers.tables import pack_segments
 from dsec_layers.store.memory import MemoryStore
 from dsec_layers.store.transfer import put_bytes, read_blob
-from tests.store_samples import Sample, content, make_layer
+from tests.store_samples import Sample, content, make_layer, zeros_frame
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 1 << 17, (1 << 17) + 1, 3 << 20])
@@ -82,18 +82,10 @@ def test_a_frame_that_says_too_much_or_nothing_is_refused_before_memory_is_taken
         decompress(compress(b"x" * 10), 11)
 
 
-def bomb(size: int) -> bytes:
-    """A sound frame of ``size`` zeros, 128 KiB in four bytes each: the most that zstd can do."""
-    blocks = size // (1 << 17)
-    assert blocks << 17 == size
-    runs = b"".join((1 << 20 | 1 << 1 | (number == blocks - 1)).to_bytes(3, "little") + b"\0" for number in range(blocks))
-    return struct.pack("<IBQ", 0xFD2FB528, 0b11100000, size) + runs
-
-
 def test_b1_a_frame_of_zeros_takes_no_memory_beyond_what_its_kind_can_need() -> None:
-    assert unpack(bomb(1 << 20), 1 << 20) == bytes(1 << 20)
-    frame = bomb(1 << 30)
-    chunks = bomb(1 << 28)
+    assert unpack(zeros_frame(1 << 20), 1 << 20) == bytes(1 << 20)
+    frame = zeros_frame(1 << 30)
+    chunks = zeros_frame(1 << 28)
     tracemalloc.start()
     try:
         with pytest.raises(ImageError, match=f"{len(frame)} bytes says that it holds {1 << 30} bytes, the limit is"):

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from dsec_layers import proc
+from dsec_layers.builders.merge import merge_layers
 from dsec_layers.builders.sources.archive import TarSource
+from dsec_layers.builders.sources.blocks import StreamBlocks
 from dsec_layers.builders.sources.directory import DirectorySource
-from dsec_layers.errors import InputError
+from dsec_layers.builders.sources.names import Limits
+from dsec_layers.builders.sources.tar import TarReader
+from dsec_layers.digest import Buffer
+from dsec_layers.erofs.tree import Inode
+from dsec_layers.errors import InputError, LimitError
 from tests.oracle import MemorySink, Snapshot, diff, snapshot_tars, snapshot_tree
 from tests.tars import ingest
 from tests.unit.test_sources_tar import END, pax, raw_header
@@ -159,3 +167,58 @@ def test_a_truncated_sparse_file_is_noticed() -> None:
         if cut % 512:
             with pytest.raises(InputError):
                 TarSource(io.BytesIO(data[:cut])).ingest(MemorySink())
+
+
+def holes(count: int, real: int) -> bytes:
+    """That many files of ``real`` bytes of which nothing is stored, a kilobyte each."""
+    return (
+        b"".join(raw_header(b"f%d" % n, b"%011o\0" % 0, b"S", b"ustar  \0", at483=b"\x80" + real.to_bytes(11)) for n in range(count)) + END
+    )
+
+
+class Counting(MemorySink):
+    """Counts files instead of keeping them."""
+
+    files = 0
+
+    def stream(self, inode: Inode, size: int, pieces: Iterable[Buffer | int]) -> None:
+        assert sum(piece if isinstance(piece, int) else len(piece) for piece in pieces) == size
+        self.files += 1
+
+
+def test_b1_holes_are_bounded_in_their_sum() -> None:
+    """64 TiB of holes cost 32 MiB of extents; eight such files are all that the default allows."""
+    whole = 64 << 40
+    for count in (8, 9):
+        sink = Counting()
+        source = TarSource(io.BytesIO(holes(count, whole)), "x.tar")
+        if count == 8:
+            source.ingest(sink)
+        else:
+            with pytest.raises(LimitError, match=r"x.tar: 'f8' with its \d+ bytes of holes goes over") as caught:
+                source.ingest(sink)
+            assert caught.value.hint is not None and "--limit holes=" in caught.value.hint
+        assert sink.files == 8
+    TarSource(io.BytesIO(holes(9, whole)), limits=Limits.of({"holes": 9 << 22})).ingest(Counting())
+
+
+def test_b1_holes_are_summed_over_the_layers_of_an_image_and_in_directories(tmp_path: Path) -> None:
+    limits = Limits.of({"holes": 100})
+    names = [raw_header(b"%d" % n, b"%011o\0" % 0, b"S", b"ustar  \0", at483=b"%011o\0" % (60 << 16)) + END for n in range(2)]
+
+    class Layer:
+        def __init__(self, data: bytes) -> None:
+            self.data = data
+
+        @contextmanager
+        def open(self, *, again: bool = False) -> Iterator[TarReader]:
+            yield TarReader(StreamBlocks(io.BytesIO(self.data), "layer"), "layer")
+
+    merge_layers([Layer(names[0]), Layer(names[0])], Counting(), limits)
+    with pytest.raises(LimitError, match="limit of 100 chunks"):
+        merge_layers([Layer(data) for data in names], Counting(), limits)
+    for name in ("a", "b"):
+        with open(tmp_path / name, "wb") as stream:
+            stream.truncate(60 << 16)
+    with pytest.raises(LimitError, match="'b' with its"):
+        DirectorySource(tmp_path, limits=limits).ingest(Counting())

@@ -7,21 +7,29 @@ import gzip
 import io
 import os
 import stat
+import sys
 import tarfile
 import threading
 from pathlib import Path
 from typing import Literal
 
 import pytest
+import zstandard
 
+from dsec_layers import proc
+from dsec_layers.builders.merge import Merger
+from dsec_layers.builders.sources import names
 from dsec_layers.builders.sources.archive import TarSource
-from dsec_layers.builders.sources.names import Limits, Overrides
+from dsec_layers.builders.sources.names import MEMORY_BOUND, Limits, Overrides, memory_of
+from dsec_layers.erofs.tree import Inode
 from dsec_layers.errors import DsecError, InputError, LimitError, UsageError
+from dsec_layers.layers.frames import Bound
 from dsec_layers.progress import Task
 from tests.oracle import MemorySink, Snapshot, diff, snapshot_tars
-from tests.tars import directory, entry, file, hard_link, ingest, make_tar, node, symlink
+from tests.tars import Entry, directory, entry, file, hard_link, ingest, make_tar, node, symlink
 
 Format = Literal[0, 1, 2]
+ROOT = Path(__file__).resolve().parents[2]
 _FORMATS = (0, 1, 2)  # ustar, GNU, PAX
 
 
@@ -467,3 +475,81 @@ def test_entries_without_a_parent_in_the_fast_path_and_the_root() -> None:
     refused(make_tar(entry(".", tarfile.REGTYPE, b"x")), "root")
     refused(make_tar(symlink("./", "x")), "root")
     refused(make_tar(hard_link(".", "x"), file("x")), "root")
+
+
+def test_b1_entries_that_cost_more_than_their_bytes_are_worth_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MEMORY_BOUND.most(13 << 20) < 1_500_000 * memory_of(b"f0000000", Inode(0o100644)), "a known bomb"
+    assert MEMORY_BOUND.most(60 << 20) > 2_000_000 * memory_of(b"usr/lib/node_modules/package/lib/file.js", Inode(0o100644)), (
+        "a large honest one"
+    )
+    monkeypatch.setattr(names, "MEMORY_BOUND", Bound(1 << 30, 16 << 20, 32))
+    compressor = zstandard.ZstdCompressor().compressobj()
+    data = compressor.compress(raw_header(b"directory/file") * 30_000) + compressor.compress(END) + compressor.flush()
+    assert len(data) < 10_000
+    archive = tmp_path / "bomb.tar.zst"
+    archive.write_bytes(data)
+    with pytest.raises(LimitError, match=rf"up to 'directory/file' take \d+ bytes of memory, .* for {len(data)} bytes of input") as caught:
+        TarSource(archive).ingest(MemorySink())
+    assert caught.value.hint is not None and "--limit memory=SIZE" in caught.value.hint
+    with pytest.raises(LimitError, match="bytes of memory"):
+        TarSource(io.BytesIO(data)).ingest(MemorySink())
+    TarSource(archive, limits=Limits.of({"memory": 1 << 30})).ingest(MemorySink())
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [file(f"f{number}") for number in range(500)],
+        [file("f"), *(hard_link(f"f{number}", "f") for number in range(500))],
+        [symlink(f"s{number}", "t" * 3000) for number in range(50)],
+        [file(f"f{number}", b"d" * 3000) for number in range(50)],
+        [file(f"f{number}", pax={"SCHILY.xattr.user.a": "v" * 3000}) for number in range(50)],
+        [file("/".join(["d"] * 500) + "/f"), file("g")],
+        [file("./" * 1000 + f"{number}/f") for number in range(50)],
+    ],
+    ids=["files", "hard links", "targets", "inline", "attributes", "parents", "spellings"],
+)
+def test_b1_whatever_stays_in_memory_is_reckoned(entries: list[Entry]) -> None:
+    data = make_tar(*entries)
+    TarSource(io.BytesIO(data)).ingest(MemorySink())
+    with pytest.raises(LimitError, match="bytes of memory"):
+        TarSource(io.BytesIO(data), limits=Limits.of({"memory": 350_000})).ingest(MemorySink())
+
+
+def test_b1_layers_are_reckoned_together() -> None:
+    merger = Merger(Limits())
+    for layer in range(3):
+        merger.begin_layer(lambda: 1000)
+        merger.add((b"f%d" % layer, Inode(0o100644), b""))
+    tight = Merger(Limits.of({"memory": 2000}))
+    tight.begin_layer(lambda: 1 << 30)
+    tight.add((b"a", Inode(0o100644), b""))
+    tight.begin_layer()
+    tight.add((b"b", Inode(0o100644), b""))
+    with pytest.raises(LimitError, match="for 1073741824 bytes of input"):
+        tight.add((b"c", Inode(0o100644), b""))
+
+
+_MEASURE = """
+import io, resource, sys
+from dsec_layers.builders.pack import pack_layer
+from dsec_layers.builders.sources.archive import TarSource
+from dsec_layers.layers.descriptor import Kind
+from dsec_layers.store.memory import MemoryStore
+from tests.unit.test_sources_tar import END, raw_header
+
+class Entries(io.RawIOBase):
+    at = 0
+    def read(self, size=-1):
+        first, self.at = self.at, min(self.at + 2000, COUNT)
+        return b"".join(raw_header(b"dir%03d/file%07d" % (n // 1000, n)) for n in range(first, self.at)) + (END if first < self.at == COUNT else b"")
+
+COUNT = int(sys.argv[1])
+pack_layer(MemoryStore(), TarSource(Entries(), "x").ingest, kind=Kind.BASE, name="x:1")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def test_b1_an_entry_takes_no_more_memory_than_is_reckoned() -> None:
+    few, many = (int(proc.run([sys.executable, "-c", _MEASURE, str(count)], cwd=ROOT).stdout) for count in (40_000, 140_000))
+    assert (many - few) / 100_000 <= memory_of(b"dir000/file0000000", Inode(0o100644))
