@@ -203,9 +203,7 @@ class Service:
 
     def _open(self, channel: socket.socket, message: Message) -> None:
         """The only request that is answered with a descriptor: a complete segment."""
-        value = dict(message["piece"])
-        piece = Segment(bytes.fromhex(value.pop("digest")), **value)
-        fd = self._cache.open(piece)
+        fd = self._cache.open(Segment.of_message(dict(message["piece"])))
         try:
             with suppress(BrokenPipeError):
                 send(channel, {"ok": None}, [fd])
