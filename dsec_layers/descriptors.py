@@ -87,4 +87,7 @@ class Descriptors(Generic[_Key]):
         if now - kept.checked <= self._recheck:
             return True
         kept.checked = now
-        return os.fstat(kept.fd).st_nlink > 0
+        try:
+            return os.fstat(kept.fd).st_nlink > 0
+        except OSError:  # its file system is gone, and may be back: open anew
+            return False
