@@ -5,10 +5,11 @@ Mounts, FUSE, NBD, disks, export, verification and packing all read segments her
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Self, TypeAlias
 
-from dsec_layers.digest import Buffer, Digest, content_digest
+from dsec_layers.digest import Buffer, Digest, content_digest, is_digest
 from dsec_layers.errors import CorruptError, ImageError
 from dsec_layers.layers.frames import decompress, decompress_into
 from dsec_layers.layers.manifest import Layer
@@ -47,6 +48,33 @@ class Segment:
             int(record["offset"]),
             int(record["stored"]),
         )
+
+    @classmethod
+    def of_message(cls, value: Mapping[str, object]) -> Self:
+        """The segment that another process made ``message`` of. ImageError for what describes none."""
+        digest, blob = str(value.get("digest")), str(value.get("blob"))
+        size, offset, stored = (value.get(name) for name in ("size", "offset", "stored"))
+        store = value.get("store")
+        if not (type(size) is type(offset) is type(stored) is int and isinstance(store, str)) or len(value) != len(cls.__slots__):
+            raise ImageError("the message does not describe a segment")
+        raw = value.get("codec") == "raw"
+        if not (raw or value.get("codec") == "zstd") or not (is_digest(f"sha256:{digest}") and is_digest(blob)) or (raw and stored != size):
+            raise ImageError("the message describes a segment that cannot be")
+        segment = cls(bytes.fromhex(digest), int(size), store, blob, int(offset), int(stored), "raw" if raw else "zstd")
+        segment.check()
+        return segment
+
+    def message(self) -> dict[str, str | int]:
+        """The same as values that JSON has."""
+        return {
+            "digest": self.name,
+            "size": self.size,
+            "store": self.store,
+            "blob": self.blob,
+            "offset": self.offset,
+            "stored": self.stored,
+            "codec": self.codec,
+        }
 
     @property
     def name(self) -> str:

@@ -221,9 +221,8 @@ class Host:
         present = self.open_present(piece)
         if present is not None:
             return present
-        value = {name: getattr(piece, name) for name in ("size", "store", "blob", "offset", "stored", "codec")}
         fds: list[int] = []
-        self._ask("open", fds, piece={"digest": piece.name, **value})
+        self._ask("open", fds, piece=piece.message())
         if len(fds) != 1:
             control.close_all(fds)
             raise HostError(

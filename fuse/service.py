@@ -139,9 +139,7 @@ class Service:
 
     def _open(self, message: Message) -> Reply:
         """The only request that is answered with a descriptor: a complete segment."""
-        value = dict(message["piece"])
-        piece = Segment(bytes.fromhex(value.pop("digest")), **value)
-        return Reply(fds=(self._cache.open(piece),))
+        return Reply(fds=(self._cache.open(Segment.of_message(dict(message["piece"]))),))
 
     def _same_namespace(self, message: Message) -> None:
         if message["namespace"] != self._namespace:

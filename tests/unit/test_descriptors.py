@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,19 @@ def test_what_the_opener_raises_passes_through_and_nothing_is_kept() -> None:
     with pytest.raises(FileNotFoundError):
         kept.take(1, lambda: os.open("/nonexistent", os.O_RDONLY))
     assert kept.here(1) is None
+
+
+def test_a_file_that_cannot_be_looked_at_any_more_is_opened_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Descriptors[str](8, recheck=-1.0)
+    first = kept.take("x", lambda: os.open("/dev/null", os.O_RDONLY))
+
+    def fstat(_: int) -> os.stat_result:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", fstat)
+        second = kept.take("x", lambda: os.open("/dev/null", os.O_RDONLY))
+    assert second is not first
 
 
 @pytest.mark.parametrize("recheck", [30.0, None])

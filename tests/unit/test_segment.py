@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -91,6 +92,31 @@ def test_sizes_that_no_segment_has_are_refused_before_anything_is_read(change: d
         read_segment(store, segment)
     with pytest.raises(ImageError):
         segment.decode(compress(data))
+
+
+BLOB = "sha256:" + "1" * 64
+GOOD = {"digest": "ab" * 32, "size": 4096, "store": "mem://x", "blob": BLOB, "offset": 7, "stored": 100, "codec": "zstd"}
+
+
+@pytest.mark.parametrize("codec", ["zstd", "raw"])
+def test_a_segment_passes_through_a_message(codec: Literal["zstd", "raw"]) -> None:
+    segment = Segment(bytes(range(32)), 4096, "mem://x", BLOB, 7, 4096, codec)
+    assert Segment.of_message(json.loads(json.dumps(segment.message()))) == segment
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"size": 4 << 30}, {"size": -1}, {"size": "4096"}, {"size": True}, {"size": 4096.0}, {"size": None},
+        {"stored": 1 << 31}, {"stored": 0}, {"offset": -1}, {"codec": "lz4"}, {"codec": "raw"}, {"codec": None},
+        {"digest": "ab"}, {"digest": "ab" * 33}, {"digest": "xy" * 32}, {"digest": 7}, {"blob": "../../etc/passwd"}, {"blob": 7}, {"store": None}, {"more": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_b7_a_message_that_describes_no_segment_is_refused(change: dict[str, Any]) -> None:
+    assert Segment.of_message(GOOD).message() == GOOD
+    with pytest.raises(ImageError):
+        Segment.of_message(GOOD | change)
 
 
 def test_export_packing_and_the_cache_say_the_same_of_a_wrong_segment() -> None:
