@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from dsec_layers.cache.directory import CacheDirectory
-from dsec_layers.cache.fetch import Fetcher, Limits
+from dsec_layers.cache.fetch import Fetcher, FetchLimits
 from dsec_layers.cache.flat import PieceOpener
 from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.errors import Conflict, HostError
@@ -45,7 +45,7 @@ def open_pieces(cache: Path, progress: Progress = SILENT) -> Iterator[PieceOpene
 
 
 @contextmanager
-def private_pieces(cache: Path, opener: Callable[[str], Store] | None = None, limits: Limits | None = None) -> Iterator[SegmentCache]:
+def private_pieces(cache: Path, opener: Callable[[str], Store] | None = None, limits: FetchLimits | None = None) -> Iterator[SegmentCache]:
     """A cache below ``cache`` that this process alone uses: the first of ``pieces/0``, ``pieces/1``, … that nobody holds."""
     directory = _free_slot(cache / "pieces")
     fetcher = Fetcher(opener or Stores().get, limits)
