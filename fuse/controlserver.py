@@ -81,14 +81,14 @@ class ControlServer:
         poll.register(self._listening, select.POLLIN)
         while True:
             poll.poll()
+            if self._closed:  # seen before accepting: a socket that was shut down is always ready, and says EAGAIN
+                self._listening.close()
+                return
             try:
                 channel, _ = self._listening.accept()
             except BlockingIOError:
                 continue
             except OSError as error:
-                if self._closed:
-                    self._listening.close()
-                    return
                 _log.error("cannot accept a connection: %s", error)
                 time.sleep(_PAUSE)  # out of descriptors: let some connections end
                 continue

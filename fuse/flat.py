@@ -32,7 +32,7 @@ from dsec_layers.cache.flat import FlatImage
 from dsec_layers.cache.metadata import local_layer_files
 from dsec_layers.cache.segments import errno_of
 from dsec_layers.errors import DsecError
-from dsec_layers.fuse.host import Host
+from dsec_layers.fuse.host import HostPool
 from dsec_layers.fuse.records import source_of
 
 __all__ = ["FOLDER", "FlatFiles", "main"]
@@ -41,6 +41,9 @@ FOLDER: Final = "flat"
 _NAME: Final = re.compile(r"/([0-9a-f]{64})\.erofs\Z")
 _MOST_IDLE: Final = 16
 """Images that stay open though no file is."""
+_THREADS: Final = 512
+"""Readers that may wait at once, of all stores; one thread each, made when it is needed."""
+_MAX_THREADS_SINCE: Final = (3, 12)
 _T = TypeVar("_T", bound=Callable[..., Any])
 
 
@@ -65,10 +68,15 @@ class FlatFiles(mfusepy.Operations):  # type: ignore[misc]
 
     def __init__(self, cache: Path) -> None:
         self._view = CacheView(cache)
-        self._host = Host(cache)
+        self._pool = HostPool(cache)
         self._lock = threading.Lock()
         self._images: OrderedDict[str, _Image] = OrderedDict()  # those used last at the end
         self._born = 0
+
+    def init_with_config(self, conn_info: Any, _: Any) -> None:
+        """Let the kernel ask for as much at once as there are threads: by default 12 requests to read ahead that wait for one store stop all others."""
+        conn_info.max_background = _THREADS
+        conn_info.congestion_threshold = _THREADS * 3 // 4
 
     @_mapped
     def getattr(self, path: str, fh: int | None = None) -> dict[str, int]:
@@ -134,7 +142,7 @@ class FlatFiles(mfusepy.Operations):  # type: ignore[misc]
         files = local_layer_files(self._view, store, digest) if store else None
         if files is None:
             raise mfusepy.FuseOSError(errno.ENOENT)
-        opened = FlatImage.of_layer(files, self._host)
+        opened = FlatImage.of_layer(files, self._pool)
         with self._lock:
             shown = self._images.setdefault(found[1], _Image(opened))
             image = shown.take()
@@ -168,6 +176,12 @@ class _Image:
         return self.image
 
 
+def _thread_options() -> dict[str, int]:
+    """Libraries before 3.12 start as many threads as are needed, and do not know the option."""
+    version = (mfusepy.fuse_version_major, mfusepy.fuse_version_minor)
+    return {"max_threads": _THREADS} if version >= _MAX_THREADS_SINCE else {}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Mount the flat images of a cache and serve them in the background; returns (in the caller's process) when they can be read."""
     parser = argparse.ArgumentParser(prog="dsec_layers.fuse.flat", description="Serve the layers of a cache as flat images over FUSE.")
@@ -189,6 +203,7 @@ def main(argv: list[str] | None = None) -> int:
             fsname="dsec-layers",
             entry_timeout=60,
             attr_timeout=60,
+            **_thread_options(),
         )
     except RuntimeError as error:
         sys.stderr.write(f"cannot mount {folder}: libfuse says {error}\n")

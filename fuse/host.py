@@ -31,11 +31,15 @@ from dsec_layers.proc import inherited_environment, run
 from dsec_layers.segment import Segment
 from dsec_layers.store.base import Store
 
-__all__ = ["CacheReport", "Cleared", "Holder", "Host", "Lease", "Mounted", "MountedLayer", "open_host"]
+__all__ = ["CacheReport", "Cleared", "Holder", "Host", "HostPool", "Lease", "Mounted", "MountedLayer", "open_host"]
 
 _ATTEMPTS: Final = 5
 _ANSWER: Final = 600.0
 _END: Final = 20.0
+_PER_STORE: Final = 64
+"""Connections of a pool that ask for segments of one store: more than the daemon fetches of it at once, so that it is always busy."""
+_IDLE: Final = 16
+"""Connections that a pool keeps when nobody asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,7 @@ class Host:
         self._options = tuple(options)
         self._lock = threading.Lock()
         self._channel: socket.socket | None = None
+        self._interrupted = False
 
     def attach(self, store: str | Store, layers: Sequence[Digest], holder: Holder | None = None, *, driver: str | None = None) -> Lease:
         """Mount layers (digests of their manifests), each once on this host, until the lease ends. ``lease.paths`` are in the order of ``layers``.
@@ -199,8 +204,7 @@ class Host:
 
     def stop(self, *, force: bool = False) -> None:
         """End the daemon. Conflict if something is mounted, unless ``force``: then that is unmounted first (Conflict if it is in use)."""
-        with self._lock:
-            channel = control.connect(self.cache, _ANSWER)
+        channel = control.connect(self.cache, _ANSWER)  # one of its own: another thread may be waiting for an answer on the usual one
         if channel is None:
             return
         with channel:
@@ -235,9 +239,19 @@ class Host:
         return open_present(self._view, piece)
 
     def close(self) -> None:
-        """Close the connection. The daemon and its mounts stay."""
-        with self._lock:
+        """Close the connection. The daemon and its mounts stay. A thread that waits for an answer gets a HostError."""
+        if not self._lock.acquire(blocking=False):
+            self._interrupted = True
+            channel = self._channel
+            if channel is not None:
+                with suppress(OSError):
+                    channel.shutdown(socket.SHUT_RDWR)
+            self._lock.acquire()
+        try:
+            self._interrupted = False
             self._drop()
+        finally:
+            self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -263,6 +277,8 @@ class Host:
                 received = self._try({"op": operation, **arguments})
                 if received is not None:
                     break
+                if self._interrupted:
+                    raise HostError(f"the connection to the daemon of cache {self.cache} was closed before it answered")
                 self._drop()
             else:
                 raise HostError(f"the daemon of cache {self.cache} closes every connection", hint=f"see {self.cache / LOG}")
@@ -333,6 +349,66 @@ class Host:
             with suppress(OSError):
                 self._channel.close()
             self._channel = None
+
+
+class HostPool:
+    """Segments from the daemon of a cache, over as many connections as threads ask, within bounds for each store. Thread-safe. Close it.
+
+    ``first``: a connection to begin with. Whoever waits for a store that hangs does not keep others from another store.
+    """
+
+    def __init__(self, cache: Path, first: Host | None = None) -> None:
+        self._cache = cache
+        self._lock = threading.Lock()
+        self._rooms: dict[str, threading.Semaphore] = {}
+        self._idle = [] if first is None else [first]
+        self._busy: set[Host] = set()
+        self._closed = False
+        self._view = CacheView(cache)
+
+    def open(self, piece: Segment) -> int:
+        """A read-only descriptor of a complete segment, which is fetched first if need be; the caller closes it."""
+        present = self.open_present(piece)
+        if present is not None:
+            return present
+        with self._lock:
+            room = self._rooms.setdefault(piece.store, threading.Semaphore(_PER_STORE))
+        with room:
+            host = self._take()
+            try:
+                return host.open(piece)
+            finally:
+                self._give_back(host)
+
+    def open_present(self, piece: Segment) -> int | None:
+        """As ``open``, but None if the segment is absent or suspect. Does not ask the daemon."""
+        return open_present(self._view, piece)
+
+    def close(self) -> None:
+        """Close the connections. Threads that wait for an answer get a HostError."""
+        with self._lock:
+            self._closed = True
+            hosts = [*self._idle, *self._busy]
+            self._idle.clear()
+        for host in hosts:
+            host.close()
+
+    def _take(self) -> Host:
+        with self._lock:
+            if self._closed:
+                raise HostError(f"the connections to the daemon of cache {self._cache} are closed")
+            host = self._idle.pop() if self._idle else Host(self._cache)
+            self._busy.add(host)
+            return host
+
+    def _give_back(self, host: Host) -> None:
+        with self._lock:
+            self._busy.discard(host)
+            keep = not self._closed and len(self._idle) < _IDLE
+            if keep:
+                self._idle.append(host)
+        if not keep:
+            host.close()
 
 
 def open_host(cache: Path, *, options: Sequence[str] = ()) -> Host:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsec_layers.cache.directory import CacheDirectory, note_holder
-from dsec_layers.cache.fetch import Fetcher, Limits
+from dsec_layers.cache.fetch import Fetcher, FetchLimits
 from dsec_layers.cache.metadata import LayerFiles
 from dsec_layers.cache.pages import PageDropper
 from dsec_layers.cache.segments import SegmentCache
@@ -86,7 +86,7 @@ class _Worker:
         self._options = options = Options(**spec["options"])
         self._directory = CacheDirectory(Path(spec["cache"]), lock_fd=spec["lock"])
         stores = Stores()
-        self._fetcher = Fetcher(stores.get, Limits(fetches=options.fetches, deadline=options.deadline))
+        self._fetcher = Fetcher(stores.get, FetchLimits(fetches=options.fetches, deadline=options.deadline))
         holes = spec["group"] >= 0 and (options.holes or not fails_closed(self._directory))
         remember_holes(self._directory, holes)
         self._stock = Stock(self._directory) if spec["group"] >= 0 and not holes else None

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dsec_layers.cache.directory import CacheDirectory
-from dsec_layers.cache.fetch import Fetcher, Limits
+from dsec_layers.cache.fetch import Fetcher, FetchLimits
 from dsec_layers.cache.metadata import LayerFiles
 from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.digest import content_digest
@@ -33,7 +33,7 @@ from dsec_layers.store.posix import PosixStore
 from dsec_layers.store.transfer import put_bytes
 from tests.store_samples import content, make_layer
 
-QUICK = Limits(fetches=4, deadline=20.0, pause=0.01, longest_pause=0.05)
+QUICK = FetchLimits(fetches=4, deadline=20.0, pause=0.01, longest_pause=0.05)
 
 
 def put_piece(store: Store, data: bytes, *, raw: bool = False) -> Segment:
@@ -44,7 +44,7 @@ def put_piece(store: Store, data: bytes, *, raw: bool = False) -> Segment:
 
 
 @contextmanager
-def open_cache(root: Path, store: Store, limits: Limits = QUICK, *, holes: bool = False) -> Iterator[SegmentCache]:
+def open_cache(root: Path, store: Store, limits: FetchLimits = QUICK, *, holes: bool = False) -> Iterator[SegmentCache]:
     """A cache that takes everything from one store."""
     with CacheDirectory(root) as directory:
         fetcher = Fetcher(lambda _: store, limits)

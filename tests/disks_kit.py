@@ -12,7 +12,7 @@ import pytest
 from dsec_layers.api import disks
 from dsec_layers.api.session import Session
 from dsec_layers.blocksource import BlockSource
-from dsec_layers.cache.fetch import Limits
+from dsec_layers.cache.fetch import FetchLimits
 from dsec_layers.cache.flat import PieceOpener
 from dsec_layers.disks.local import LocalDisk
 from dsec_layers.disks.opener import private_pieces
@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 @contextmanager
 def quiet_session(
-    root: Path, monkeypatch: pytest.MonkeyPatch, opener: Callable[[str], Store] | None = None, limits: Limits | None = None
+    root: Path, monkeypatch: pytest.MonkeyPatch, opener: Callable[[str], Store] | None = None, limits: FetchLimits | None = None
 ) -> Iterator[Session]:
     """A session on ``root``/store and ``root``/cache that asks no daemon for pieces."""
 

@@ -32,7 +32,7 @@ from dsec_layers.fsio import map_os_error
 from dsec_layers.segment import Segment, read_segment
 from dsec_layers.store.base import Store
 
-__all__ = ["Counters", "Fetch", "Fetcher", "Limits", "Place", "State", "Waiter"]
+__all__ = ["Counters", "Fetch", "FetchLimits", "Fetcher", "Place", "State", "Waiter"]
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _END: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class FetchLimits:
     """Bounds of the fetcher.
 
     ``fetches``: at once, of one store; ``bytes``: stored and decompressed bytes in flight, of one store (of all together at most four times as much);
@@ -168,8 +168,8 @@ class Fetch:
 class Fetcher:
     """Runs fetches. ``opener`` gives the store of a URL and may be called from several threads."""
 
-    def __init__(self, opener: Callable[[str], Store], limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, opener: Callable[[str], Store], limits: FetchLimits | None = None) -> None:
+        self.limits = limits or FetchLimits()
         self._opener = opener
         self._slots = StoreSlots(self.limits.fetches, self.limits.bytes)
         self._counters = Counters()

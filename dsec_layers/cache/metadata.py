@@ -17,7 +17,7 @@ from typing import Final, TypeAlias, TypeVar
 import numpy as np
 
 from dsec_layers.cache.directory import CacheView
-from dsec_layers.cache.fetch import Limits
+from dsec_layers.cache.fetch import FetchLimits
 from dsec_layers.digest import Buffer, Digest, sha256_digest
 from dsec_layers.errors import CorruptError, DsecError, ImageError, NotFound, StoreError
 from dsec_layers.fsio import map_os_error, publish
@@ -83,7 +83,7 @@ class LayerFiles:
         return [self.piece(number) for number in range(len(self.table))]
 
 
-def layer_files(directory: CacheView, url: str, digest: Digest, opener: Opener, limits: Limits) -> LayerFiles:
+def layer_files(directory: CacheView, url: str, digest: Digest, opener: Opener, limits: FetchLimits) -> LayerFiles:
     """A layer's files, fetched and verified first as far as they are not here; retried within the limits' deadline.
 
     The store at ``url`` is opened only if something must be fetched. Raises NotFound, CorruptError, ImageError (right bytes, but not a layer), StoreError,
@@ -111,7 +111,7 @@ def local_layer_files(directory: CacheView, url: str, digest: Digest) -> LayerFi
     return _local(directory, url, digest, layer) if isinstance(layer, Layer) else None
 
 
-def manifest(directory: CacheView, url: str, digest: Digest, opener: Opener, limits: Limits) -> Layer | Environment:
+def manifest(directory: CacheView, url: str, digest: Digest, opener: Opener, limits: FetchLimits) -> Layer | Environment:
     """The layer or environment that a manifest digest names, kept in the cache. Errors as ``layer_files``."""
     value = _local_manifest(directory, digest)
     if value is None:
@@ -171,7 +171,7 @@ def _metadata_paths(directory: CacheView, layer: Layer) -> tuple[Path, Path]:
     return directory.metadata / f"{name}.erofs", directory.metadata / f"{name}.{_hex(blobs)[:16]}.table"
 
 
-def _fetch_metadata(directory: CacheView, url: str, layer: Layer, opener: Opener, limits: Limits) -> tuple[Path, Table]:
+def _fetch_metadata(directory: CacheView, url: str, layer: Layer, opener: Opener, limits: FetchLimits) -> tuple[Path, Table]:
     image, path = _metadata_paths(directory, layer)
     data, table = _retried(lambda: load_metadata(opener(url), layer), url, limits)
     _write(image, data)
@@ -179,7 +179,7 @@ def _fetch_metadata(directory: CacheView, url: str, layer: Layer, opener: Opener
     return image, table
 
 
-def _fetch_image(directory: CacheView, url: str, layer: Layer, opener: Opener, limits: Limits) -> Path:
+def _fetch_image(directory: CacheView, url: str, layer: Layer, opener: Opener, limits: FetchLimits) -> Path:
     item = layer.metadata
     if item.size > MAX_METADATA:
         raise ImageError(f"{item.digest}: an image of {item.size} bytes, the limit is {MAX_METADATA}")
@@ -214,7 +214,7 @@ def _write(path: Path, data: Buffer) -> None:
         os.utime(stream.fileno(), ns=(_STAMP, _STAMP))
 
 
-def _retried(function: Callable[[], _T], url: str, limits: Limits) -> _T:
+def _retried(function: Callable[[], _T], url: str, limits: FetchLimits) -> _T:
     """Call until it works: a store that does not answer until the deadline, wrong answers a few times."""
     due = time.monotonic() + limits.deadline
     pause, bad = limits.pause, 0

@@ -3,55 +3,26 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from dsec_layers.cache.directory import CacheDirectory
-from dsec_layers.cache.fetch import Fetcher, Limits
+from dsec_layers.cache.fetch import Fetcher, FetchLimits
 from dsec_layers.cache.flat import PieceOpener
 from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.errors import Conflict, HostError
-from dsec_layers.fuse.host import Host, open_host
+from dsec_layers.fuse.host import HostPool, open_host
 from dsec_layers.fuse.layers import Stores
 from dsec_layers.linux.process import set_descriptor_limit
 from dsec_layers.progress import SILENT, Progress
-from dsec_layers.segment import Segment
 from dsec_layers.store.base import Store
 
-__all__ = ["HostPieces", "open_pieces", "private_pieces"]
+__all__ = ["open_pieces", "private_pieces"]
 
-_CONNECTIONS: Final = 16
 _SLOTS: Final = 64
 _DESCRIPTORS: Final = 16_384
-
-
-class HostPieces:
-    """Pieces from the daemon of a cache, over several connections: each asks for one piece at a time. Thread-safe. Close it."""
-
-    def __init__(self, first: Host) -> None:
-        self._cache = first.cache
-        self._room = threading.BoundedSemaphore(_CONNECTIONS)
-        self._idle = [first]
-
-    def open(self, piece: Segment) -> int:
-        """See PieceOpener."""
-        with self._room:
-            try:
-                host = self._idle.pop()
-            except IndexError:
-                host = Host(self._cache)
-            try:
-                return host.open(piece)
-            finally:
-                self._idle.append(host)
-
-    def close(self) -> None:
-        """Close the connections."""
-        for host in self._idle:
-            host.close()
 
 
 @contextmanager
@@ -60,7 +31,7 @@ def open_pieces(cache: Path, progress: Progress = SILENT) -> Iterator[PieceOpene
     set_descriptor_limit(_DESCRIPTORS)
     if os.geteuid() == 0:
         try:
-            pieces = HostPieces(open_host(cache))
+            pieces = HostPool(cache, open_host(cache))
         except HostError as error:
             progress.debug(f"no daemon for pieces: {error.message}")
         else:
@@ -74,7 +45,7 @@ def open_pieces(cache: Path, progress: Progress = SILENT) -> Iterator[PieceOpene
 
 
 @contextmanager
-def private_pieces(cache: Path, opener: Callable[[str], Store] | None = None, limits: Limits | None = None) -> Iterator[SegmentCache]:
+def private_pieces(cache: Path, opener: Callable[[str], Store] | None = None, limits: FetchLimits | None = None) -> Iterator[SegmentCache]:
     """A cache below ``cache`` that this process alone uses: the first of ``pieces/0``, ``pieces/1``, … that nobody holds."""
     directory = _free_slot(cache / "pieces")
     fetcher = Fetcher(opener or Stores().get, limits)

@@ -10,8 +10,10 @@ lags, on 3FS by up to 30 s) never finds n + 1 free again. One that was stopped f
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
@@ -171,13 +173,26 @@ def _numbers(directory: Path) -> list[int]:
 
 
 def _parse(path: Path) -> Digest | None:
-    with path.open("rb") as stream:
-        text = stream.read(100).decode(errors="replace").removesuffix("\n")
+    text = _text(path).removesuffix("\n")
     if text == _REMOVED:
         return None
     if not is_digest(text):
         raise CorruptError(f"{path} is not a ref", hint="remove this file to go back to the value before")
     return text
+
+
+def _text(path: Path) -> str:
+    """What a ref's file holds; nothing if it is no file. A FIFO would wait for a writer, for good."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):
+            return ""
+        raise
+    try:
+        return os.read(fd, 100).decode(errors="replace") if stat.S_ISREG(os.fstat(fd).st_mode) else ""
+    finally:
+        os.close(fd)
 
 
 def _directories(path: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dsec_layers.cache.fetch import Fetch, Fetcher, Limits, State
+from dsec_layers.cache.fetch import Fetch, Fetcher, FetchLimits, State
 from dsec_layers.cache.segments import errno_of
 from dsec_layers.cache.slots import StoreSlots
 from dsec_layers.digest import Buffer, content_digest
@@ -58,7 +58,7 @@ class Outcome:
         return error
 
 
-def run(store: Store, *pieces: Segment, limits: Limits = QUICK) -> Outcome:
+def run(store: Store, *pieces: Segment, limits: FetchLimits = QUICK) -> Outcome:
     fetcher = Fetcher(lambda _: store, limits)
     outcome = Outcome(*pieces)
     try:
@@ -160,7 +160,7 @@ def test_a_store_that_stays_away_gives_an_error_at_the_deadline() -> None:
     piece = put_piece(store, content(5, MIB))
     store.add(Fault("read", error=StoreError("no route")))
     began = time.monotonic()
-    outcome = run(store, piece, limits=Limits(deadline=0.3, pause=0.01, longest_pause=0.05))
+    outcome = run(store, piece, limits=FetchLimits(deadline=0.3, pause=0.01, longest_pause=0.05))
     assert 0.2 < time.monotonic() - began < 5
     assert "no route" in outcome.error().message and store.hits > 3
 
@@ -171,7 +171,7 @@ def test_a_read_that_hangs_does_not_hold_the_reader_beyond_the_deadline() -> Non
     piece = put_piece(store, data)
     gate = threading.Event()
     store.add(Fault("read", until=gate, times=1))
-    fetcher = Fetcher(lambda _: store, Limits(deadline=0.2))
+    fetcher = Fetcher(lambda _: store, FetchLimits(deadline=0.2))
     outcome = Outcome(piece)
     fetcher.submit(outcome.fetch)
     assert isinstance(outcome.error(), StoreError)
@@ -208,7 +208,7 @@ def test_d11_fetches_and_bytes_in_flight_are_bounded() -> None:
         return data
 
     store.add(Fault("read", change=slow))
-    limits = Limits(fetches=8, bytes=4 * MIB)
+    limits = FetchLimits(fetches=8, bytes=4 * MIB)
     fetcher = Fetcher(lambda _: store, limits)
     outcomes = [Outcome(piece) for piece in pieces]
     for outcome in outcomes:
@@ -277,7 +277,7 @@ def test_closing_answers_those_who_wait() -> None:
     store = FaultyStore(MemoryStore())
     piece = put_piece(store, content(10, MIB))
     store.add(Fault("read", error=StoreError("down")))
-    fetcher = Fetcher(lambda _: store, Limits(deadline=60, pause=30, longest_pause=30))
+    fetcher = Fetcher(lambda _: store, FetchLimits(deadline=60, pause=30, longest_pause=30))
     outcome = Outcome(piece)
     fetcher.submit(outcome.fetch)
     eventually(lambda: store.hits == 1)
@@ -318,7 +318,7 @@ def two() -> Iterator[Two]:
 
 def test_a_store_that_hangs_takes_nothing_from_another(two: Two) -> None:
     hanging = [Outcome(put_piece(two.first, content(200 + at, MIB))) for at in range(30)]
-    fetcher = Fetcher(two.opener, Limits(bytes=4 * MIB))
+    fetcher = Fetcher(two.opener, FetchLimits(bytes=4 * MIB))
     for outcome in hanging:
         fetcher.submit(outcome.fetch)
     eventually(lambda: two.first.hits > 0)
@@ -335,7 +335,7 @@ def test_a_store_that_hangs_takes_nothing_from_another(two: Two) -> None:
 
 def test_the_first_read_after_a_store_is_healed_succeeds_though_the_old_ones_hang(two: Two) -> None:
     hanging = [Outcome(put_piece(two.first, content(200 + at, MIB))) for at in range(30)]
-    fetcher = Fetcher(two.opener, Limits(deadline=0.3))
+    fetcher = Fetcher(two.opener, FetchLimits(deadline=0.3))
     for outcome in hanging:
         fetcher.submit(outcome.fetch)
     assert all("not here after 0.3 s" in outcome.error().message for outcome in hanging)
@@ -409,7 +409,7 @@ def test_a_place_that_raises_what_nobody_expects_is_an_error_and_the_next_fetch_
         raise ZeroDivisionError("broken")
 
     setattr(outcome, broken, fail)
-    fetcher = Fetcher(lambda _: store, Limits(fetches=1))
+    fetcher = Fetcher(lambda _: store, FetchLimits(fetches=1))
     fetcher.submit(outcome.fetch)
     fetcher.submit(after.fetch)
     assert after.done.wait(5) and after.outcomes == [None] and raised.is_set()
@@ -427,7 +427,7 @@ def test_a_waiter_that_raises_does_not_keep_the_outcome_from_the_others() -> Non
         raise ZeroDivisionError("broken")
 
     outcome.fetch.waiters.insert(0, fail)
-    fetcher = Fetcher(lambda _: store, Limits(deadline=0.2))
+    fetcher = Fetcher(lambda _: store, FetchLimits(deadline=0.2))
     fetcher.submit(outcome.fetch)
     assert outcome.done.wait(5) and outcome.outcomes == [None] and outcome.ended.wait(5)
     never = threading.Event()
@@ -444,6 +444,6 @@ def test_a_waiter_that_raises_does_not_keep_the_outcome_from_the_others() -> Non
 
 
 def test_nobody_joins_a_fetch_whose_outcome_is_known() -> None:
-    outcome = run(MemoryStore(), put_piece(MemoryStore(), content(250, MIB)), limits=Limits(bad_answers=1))
+    outcome = run(MemoryStore(), put_piece(MemoryStore(), content(250, MIB)), limits=FetchLimits(bad_answers=1))
     assert outcome.fetch.state is State.GIVEN_UP
     assert not outcome.fetch.join(lambda _: None)

@@ -12,7 +12,7 @@ import pytest
 
 from dsec_layers.cache import directory as directory_module
 from dsec_layers.cache.directory import CacheDirectory, stamp_of
-from dsec_layers.cache.fetch import Fetcher, Limits
+from dsec_layers.cache.fetch import Fetcher, FetchLimits
 from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.digest import Buffer
 from dsec_layers.errors import Conflict, CorruptError, DsecError, NoSpace, StoreError
@@ -333,7 +333,7 @@ def test_a_store_that_hangs_keeps_nobody_from_another_and_works_again_when_it_is
     there, after = put_piece(second, data), put_piece(first, data[::-1])
     outcomes: list[DsecError | None] = []
     with CacheDirectory(tmp_path) as directory:
-        fetcher = Fetcher(lambda url: first if url == "mem://a" else second, Limits(deadline=1.0))
+        fetcher = Fetcher(lambda url: first if url == "mem://a" else second, FetchLimits(deadline=1.0))
         cache = SegmentCache(directory, fetcher)
         try:
             for piece in pieces:

@@ -17,7 +17,7 @@ from dsec_layers.api.environment import gc, pull, push, rm
 from dsec_layers.api.environment import verify as verify_refs
 from dsec_layers.api.look import inspect, ls
 from dsec_layers.api.session import Session
-from dsec_layers.cache.fetch import Limits
+from dsec_layers.cache.fetch import FetchLimits
 from dsec_layers.cache.flat import FlatImage, PieceSource
 from dsec_layers.descriptors import Descriptors
 from dsec_layers.digest import content_digest
@@ -34,7 +34,7 @@ from dsec_layers.store.transfer import put_bytes
 from tests.disks_kit import MIB, content, noise, quiet_session, sealed_content
 from tests.kit.store_faulty import Fault, FaultyStore
 
-QUICK = Limits(fetches=4, deadline=0.5, pause=0.01, longest_pause=0.05, bad_answers=2)
+QUICK = FetchLimits(fetches=4, deadline=0.5, pause=0.01, longest_pause=0.05, bad_answers=2)
 
 
 @pytest.fixture

@@ -6,7 +6,9 @@ import os
 import socket
 import struct
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -17,16 +19,18 @@ from hypothesis import strategies as st
 
 from dsec_layers import errors
 from dsec_layers.cache.segments import SegmentCache
-from dsec_layers.errors import DsecError, HostError
+from dsec_layers.errors import DsecError, HostError, NotFound
 from dsec_layers.fuse import control, keeper
 from dsec_layers.fuse.control import error_from, error_message, receive, send
 from dsec_layers.fuse.events import EventServer
+from dsec_layers.fuse.host import Host, HostPool
 from dsec_layers.fuse.keeper import Hand
 from dsec_layers.fuse.records import Holder, LayerUse, LeaseRecord, MountRecord, Records
 from dsec_layers.fuse.requirements import check_fanotify
 from dsec_layers.linux.fanotify import parse_events
 from dsec_layers.linux.process import is_alive, start_time
 from dsec_layers.proc import run
+from dsec_layers.segment import Segment
 
 EVENT = struct.Struct("=IBBHQii")
 
@@ -213,3 +217,92 @@ def test_mounting_without_root_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert main(["--cache", str(tmp_path)]) == HostError.exit_code
     assert "mounting needs root, this is uid 1000" in capsys.readouterr().err
+
+
+class SilentDaemon:
+    """Greets, and answers requests for segments of ``mem://b`` alone, with an error."""
+
+    def __init__(self, cache: Path) -> None:
+        self.asked = threading.Semaphore(0)
+        self._listening = control.listen(cache)
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
+
+    def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._accepting.join(5)
+        self._listening.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                channel, _ = self._listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(channel,), daemon=True).start()
+
+    def _serve(self, channel: socket.socket) -> None:
+        with channel:
+            control.send(channel, {"version": control.VERSION, "pid": 1, "warnings": []})
+            while (received := control.receive(channel)) is not None:
+                self.asked.release()
+                if received[0]["piece"]["store"] == "mem://b":
+                    control.send(channel, control.error_message(NotFound("no such segment")))
+
+
+@pytest.fixture
+def silent(tmp_path: Path) -> Iterator[SilentDaemon]:
+    daemon = SilentDaemon(tmp_path)
+    yield daemon
+    daemon.close()
+
+
+def piece_in(store: str) -> Segment:
+    return Segment(bytes(32), 4096, store, "sha256:" + "0" * 64, 0, 4096)
+
+
+def test_segments_of_a_store_that_hangs_keep_nobody_from_another_and_closing_ends_them(tmp_path: Path, silent: SilentDaemon) -> None:
+    pool = HostPool(tmp_path)
+    ended: list[DsecError] = []
+
+    def ask() -> None:
+        try:
+            pool.open(piece_in("mem://a"))
+        except DsecError as error:
+            ended.append(error)
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(100)]
+    for thread in threads:
+        thread.start()
+    for _ in range(64):
+        assert silent.asked.acquire(timeout=10)
+    began = time.monotonic()
+    with pytest.raises(NotFound):
+        pool.open(piece_in("mem://b"))
+    pool.close()
+    for thread in threads:
+        thread.join(5)
+    assert time.monotonic() - began < 5
+    assert len(ended) == 100 and all(isinstance(error, HostError) for error in ended)
+
+
+def test_closing_a_connection_does_not_wait_for_the_answer_to_another_thread(tmp_path: Path, silent: SilentDaemon) -> None:
+    host = Host(tmp_path)
+    ended: list[DsecError] = []
+
+    def ask() -> None:
+        try:
+            host.open(piece_in("mem://a"))
+        except DsecError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    assert silent.asked.acquire(timeout=10)
+    began = time.monotonic()
+    host.close()
+    thread.join(5)
+    assert time.monotonic() - began < 2 and isinstance(ended[0], HostError)
+    with pytest.raises(NotFound):
+        host.open(piece_in("mem://b"))
+    host.close()

@@ -425,3 +425,23 @@ def test_a_kept_descriptor_whose_file_system_is_gone_is_opened_anew(store: Posix
     monkeypatch.setattr(os, "pread", pread)
     assert store.read(DIGEST, 0, 10) == DATA[:10]
     assert failed
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, _as_link], ids=["fifo", "directory", "link"])
+def test_what_is_no_file_in_place_of_a_ref_is_an_answer_at_once(store: PosixStore, make: Callable[[Path], None]) -> None:
+    store.set_ref("a:1", DIGEST, expected=None)
+    path = store.root / f"refs/a/1/{1:020d}"
+    path.unlink()
+    make(path)
+    raised: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            store.get_ref("a:1")
+        except CorruptError as error:
+            raised.append(error)
+
+    thread = Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(1)
+    assert "is not a ref" in str(raised[0])
