@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Self, TypeAlias
+from typing import Final, Literal, Self, TypeAlias
 
 from dsec_layers.digest import Buffer, Digest, content_digest, is_digest
 from dsec_layers.errors import CorruptError, ImageError
@@ -19,6 +19,9 @@ from dsec_layers.store.base import Store
 __all__ = ["Codec", "Segment", "read_segment"]
 
 Codec: TypeAlias = Literal["zstd", "raw"]
+
+_MAX_OFFSET: Final = (1 << 63) - 1 - MAX_STORED
+"""Where in a blob a segment can begin: it ends where a file can end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class Segment:
 
     def check(self) -> None:
         """ImageError unless its sizes are such as a segment can have: nothing is allocated or read for one that has others."""
-        if not 0 < self.size <= MAX_SEGMENT or not 0 < self.stored <= MAX_STORED or self.offset < 0:
+        if not 0 < self.size <= MAX_SEGMENT or not 0 < self.stored <= MAX_STORED or not 0 <= self.offset <= _MAX_OFFSET:
             raise ImageError(f"no segment has {self.size} bytes, stored as {self.stored} at {self.offset}")
 
     def decode(self, frame: Buffer, buffer: memoryview | None = None) -> Buffer:

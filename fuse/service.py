@@ -16,9 +16,8 @@ from dsec_layers.fuse.controlserver import ControlServer, Reply
 from dsec_layers.fuse.events import EventServer
 from dsec_layers.fuse.layers import LayerMounts
 from dsec_layers.fuse.manager import Manager
-from dsec_layers.fuse.records import Holder
+from dsec_layers.fuse.requests import a_digest, a_flag, a_holder, a_segment, a_text, digests
 from dsec_layers.linux.process import mount_namespace
-from dsec_layers.segment import Segment
 
 __all__ = ["Service"]
 
@@ -82,22 +81,26 @@ class Service:
         return handler(message)
 
     def _attach(self, message: Message) -> Message:
-        driver = self._pick(message["driver"])
+        identifier, store, layers = a_text(message, "identifier", least=1), a_text(message, "store", least=1), digests(message, "layers")
+        holder = a_holder(message, "holder")
+        driver = self._pick(a_text(message, "driver"))
         self._same_namespace(message)
-        paths = self._manager.attach(message["identifier"], message["store"], message["layers"], Holder(**message["holder"]), driver)
+        paths = self._manager.attach(identifier, store, layers, holder, driver)
         return {"paths": [str(path) for path in paths]}
 
     def _release(self, message: Message) -> None:
-        self._manager.release(message["identifier"])
+        self._manager.release(a_text(message, "identifier"))
 
     def _mount(self, message: Message) -> Reply:
-        driver = self._pick(message["driver"])
+        store, digest = a_text(message, "store", least=1), a_digest(message, "digest")
+        target, label = a_text(message, "target", least=1), a_text(message, "label")
+        driver = self._pick(a_text(message, "driver"))
         self._same_namespace(message)
-        record = self._manager.mount(message["store"], message["digest"], message["target"], message["label"], driver)
+        record = self._manager.mount(store, digest, target, label, driver)
         return Reply(asdict(record), then=lambda: self._manager.answered(record.identifier))
 
     def _umount(self, message: Message) -> None:
-        self._manager.umount(message["target"], lazy=bool(message["lazy"]))
+        self._manager.umount(a_text(message, "target", least=1), lazy=a_flag(message, "lazy"))
 
     def _list_mounts(self, _: Message) -> list[Message]:
         return [asdict(record) for record in self._manager.mounts()]
@@ -127,7 +130,7 @@ class Service:
 
     def _stop_daemon(self, message: Message) -> Reply:
         mounts, leases = self._manager.mounts(), self._manager.leases()
-        if message["force"]:
+        if a_flag(message, "force"):
             self._manager.release_all()
         elif mounts or len(leases) > len(mounts):
             raise Conflict(
@@ -139,7 +142,7 @@ class Service:
 
     def _open(self, message: Message) -> Reply:
         """The only request that is answered with a descriptor: a complete segment."""
-        return Reply(fds=(self._cache.open(Segment.of_message(dict(message["piece"]))),))
+        return Reply(fds=(self._cache.open(a_segment(message, "piece")),))
 
     def _same_namespace(self, message: Message) -> None:
         if message["namespace"] != self._namespace:

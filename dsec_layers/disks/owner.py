@@ -16,8 +16,8 @@ from typing import Any, Final, Protocol
 
 from dsec_layers.disks.files import DiskFiles
 from dsec_layers.disks.local import LocalDisk
-from dsec_layers.disks.state import DiskState, Parent
-from dsec_layers.errors import Conflict, HostError, UsageError
+from dsec_layers.disks.state import MAX_GENERATIONS, DiskState, Parent
+from dsec_layers.errors import Conflict, HostError, ImageError, UsageError
 from dsec_layers.fuse import control
 from dsec_layers.fuse.controlserver import ControlServer, Reply
 from dsec_layers.linux.unixsocket import remove_socket, socket_identity
@@ -27,6 +27,7 @@ __all__ = ["DiskControl", "Owner", "Served", "owner_of", "served"]
 _ANSWER: Final = 600.0
 _END: Final = 60.0
 _ROOT: Final = 0
+_MAX_PID: Final = (1 << 31) - 1
 _ACCEPT_PAUSE: Final = 0.1
 
 
@@ -49,7 +50,9 @@ class Served:
 
     def status(self) -> dict[str, Any]:
         """``pid``, ``uri``, ``connections``, ``state`` and ``recovered`` of the server."""
-        answer: dict[str, Any] = self._ask("status")
+        answer = self._ask("status")
+        if not isinstance(answer, dict):
+            raise HostError(f"the server of {self._path} answers nonsense", hint="end it by hand")
         return answer
 
     def snapshot(self) -> DiskState:
@@ -63,7 +66,10 @@ class Served:
 
     def stop(self) -> None:
         """Ask the server to end, and wait until it has let go of the disk. HostError if it does not."""
-        process = os.pidfd_open(int(self.status()["pid"]))
+        pid = self.status().get("pid")
+        if not isinstance(pid, int) or isinstance(pid, bool) or not 0 < pid <= _MAX_PID:
+            raise HostError(f"the server of {self._path} does not say which process it is", hint="end it by hand")
+        process = os.pidfd_open(pid)
         try:
             self._ask("stop")
             ended = select.poll()
@@ -171,13 +177,23 @@ class DiskControl:
         if operation == "snapshot":
             return self._disk.snapshot().to_value()
         if operation == "rebase":
-            try:
-                before = message["expected"]
-                expected = Parent(before["store"], before["digest"]) if before else None
-                parent, gone = Parent(message["parent"]["store"], message["parent"]["digest"]), tuple(map(int, message["gone"]))
-            except (KeyError, TypeError, ValueError) as error:
-                raise UsageError("not a rebase") from error
-            return self._disk.rebase(expected, parent, gone).to_value()
+            return self._disk.rebase(*_rebase(message)).to_value()
         if operation == "stop":
             return Reply(then=self._stop)
         raise UsageError(f"the server of a disk knows no {str(operation)[:40]!r}")
+
+
+def _rebase(message: control.Message) -> tuple[Parent | None, Parent, tuple[int, ...]]:
+    """What a rebase asks for: it becomes the disk's state, so nothing else may pass. UsageError."""
+    hint = "use the same version of this program as the disk's server"
+    gone = message.get("gone")
+    numbers = isinstance(gone, list) and len(gone) <= MAX_GENERATIONS and all(type(number) is int and number > 0 for number in gone)
+    if not isinstance(gone, list) or not numbers or "expected" not in message:
+        raise UsageError(
+            f"not a rebase: it names no expected disk, or its generations are no list of at most {MAX_GENERATIONS} numbers", hint=hint
+        )
+    try:
+        expected = Parent.from_value(message["expected"]) if message["expected"] is not None else None
+        return expected, Parent.from_value(message.get("parent")), tuple(gone)
+    except ImageError as error:
+        raise UsageError(f"not a rebase: {error.message}", hint=hint) from error

@@ -17,6 +17,8 @@ __all__ = ["MAX_GENERATIONS", "STATE", "DiskState", "Parent", "parse_state", "re
 STATE: Final = "disk.json"
 SECTOR: Final = 512
 MAX_GENERATIONS: Final = 200
+MAX_URL: Final = 4096
+"""Characters of a store's URL."""
 _MAX_BYTES: Final = 1 << 20
 
 
@@ -26,6 +28,16 @@ class Parent:
 
     store: str
     digest: Digest
+
+    @classmethod
+    def from_value(cls, value: Any) -> Parent:
+        """The disk that a JSON value names. Raises ImageError."""
+        if not isinstance(value, dict) or set(value) != {"store", "digest"}:
+            raise ImageError("the disk below is not named properly")
+        store, digest = value["store"], value["digest"]
+        if not (isinstance(store, str) and 0 < len(store) <= MAX_URL and isinstance(digest, str) and is_digest(digest)):
+            raise ImageError("the disk below is not named properly")
+        return cls(store, digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +62,7 @@ class DiskState:
         """The state in a JSON value. Raises ImageError."""
         try:
             parent, size, frozen, upper = (value[name] for name in ("parent", "virtual_size", "frozen", "upper"))
-            state = cls(size, Parent(parent["store"], parent["digest"]) if parent is not None else None, tuple(frozen), upper)
+            state = cls(size, Parent.from_value(parent) if parent is not None else None, tuple(frozen), upper)
             known = value["format"] == 1
         except (KeyError, TypeError, AttributeError) as error:
             raise ImageError("not the state of a disk") from error
@@ -93,6 +105,3 @@ def _check(state: DiskState) -> None:
     generations = (*state.frozen, state.upper)
     if len(generations) > MAX_GENERATIONS + 1 or any(a >= b for a, b in pairwise(generations)):
         raise ImageError("the generations are out of order")
-    parent = state.parent
-    if parent and not (isinstance(parent.store, str) and isinstance(parent.digest, str) and is_digest(parent.digest)):
-        raise ImageError("the disk below is not named properly")

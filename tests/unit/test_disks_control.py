@@ -17,6 +17,7 @@ import pytest
 from dsec_layers.disks.files import create_files
 from dsec_layers.disks.local import LocalDisk
 from dsec_layers.disks.owner import DiskControl, Served, served
+from dsec_layers.disks.state import STATE, Parent, read_state
 from dsec_layers.errors import HostError
 from dsec_layers.fuse import control
 from tests.disks_kit import no_parent
@@ -143,3 +144,38 @@ def test_b6_the_server_goes_on_after_it_was_out_of_descriptors(disk: LocalDisk) 
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert ask(disk.path, {"op": "status"})["ok"]["pid"] == os.getpid()
+
+
+REBASE: dict[str, Any] = {"op": "rebase", "expected": None, "parent": {"store": "file:///s", "digest": "sha256:" + "0" * 64}, "gone": []}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"parent": None}, {"parent": {}}, {"parent": {"store": "file:///s"}}, {"parent": REBASE["parent"] | {"digest": "x"}},
+        {"parent": REBASE["parent"] | {"digest": 1}}, {"parent": REBASE["parent"] | {"store": 1}}, {"parent": REBASE["parent"] | {"store": "x" * 5000}},
+        {"gone": None}, {"gone": "1"}, {"gone": ["1"]}, {"gone": [True]}, {"gone": [1.5]}, {"gone": [-1]}, {"gone": [1] * 1000}, {"gone": {"1": 1}},
+        {"expected": []}, {"expected": ""}, {"expected": {"store": 1, "digest": 2}},
+    ],
+)  # fmt: skip
+def test_b7_an_improper_rebase_changes_nothing(disk: LocalDisk, change: dict[str, Any]) -> None:
+    """What got through would be in disk.json, which nobody could read any more."""
+    before = (disk.path / STATE).read_bytes()
+    answer = ask(disk.path, REBASE | change)
+    assert answer["error"]["type"] == "UsageError" and "not a rebase" in answer["error"]["message"]
+    assert (disk.path / STATE).read_bytes() == before
+
+
+def test_a_proper_rebase_passes(disk: LocalDisk) -> None:
+    assert ask(disk.path, REBASE)["ok"]["parent"] == REBASE["parent"]
+    assert read_state(disk.path).parent == Parent(**REBASE["parent"])
+
+
+@pytest.mark.parametrize("status", [{}, {"pid": "1"}, {"pid": -1}, {"pid": True}, {"pid": 1 << 40}, [], "x", None])
+def test_b7_a_server_that_answers_nonsense_is_not_stopped(tmp_path: Path, status: object) -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        here.settimeout(5)
+        control.send(there, {"ok": status})
+        with pytest.raises(HostError):
+            Served(tmp_path, here).stop()
