@@ -25,10 +25,6 @@ _log = logging.getLogger(__name__)
 _MOST_IN_HAND: Final = 16_384
 """Readers being served at once; more wait in the kernel's queue, which costs nothing here."""
 
-_FIRST_PAUSE: Final = 0.1
-_LONGEST_PAUSE: Final = 10.0
-"""Seconds between two tries to read a group that gives errors."""
-
 
 class EventServer:
     """Reads events from a group in one thread, has the segments fetched, answers from the fetcher's threads.
@@ -71,11 +67,9 @@ class EventServer:
         self._thread.join()
 
     def _loop(self) -> None:
-        poll, wake = select.poll(), select.poll()
+        poll = select.poll()
         poll.register(self._group, select.POLLIN)
         poll.register(self._wake_read, select.POLLIN)
-        wake.register(self._wake_read, select.POLLIN)
-        pause = _FIRST_PAUSE
         while True:
             poll.poll()
             if self._stopping:
@@ -85,11 +79,7 @@ class EventServer:
             except BlockingIOError:
                 continue  # the reader was killed meanwhile
             except OSError as error:
-                _log.error("cannot read events, next try in %.1f s: %s", pause, error)
-                wake.poll(pause * 1000)
-                pause = min(2 * pause, _LONGEST_PAUSE)
-            else:
-                pause = _FIRST_PAUSE
+                _log.error("cannot read events: %s", error)
 
     def _read(self) -> None:
         count = os.readv(self._group, [self._hand.buffer])
