@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,11 +17,13 @@ from dsec_layers.errors import DsecError, HostError, UsageError
 from dsec_layers.fuse import control
 from dsec_layers.fuse.control import Message, close_all, error_message, receive, send
 
-__all__ = ["ControlServer", "Reply"]
+__all__ = ["MessageServer", "Reply"]
 
 _log = logging.getLogger(__name__)
 _PAUSE: Final = 0.1
 _ROOT: Final = 0
+_REFUSAL: Final = 1.0
+"""Seconds for which a refused client may say what it wanted: closing at once could take the refusal from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,8 @@ class Reply:
     then: Callable[[], None] = lambda: None
 
 
-class ControlServer:
-    """Serves control connections, each in a thread of its own; who is neither the user this process runs as nor root is sent away.
+class MessageServer:
+    """Serves control connections, each in a thread of its own: of the user this process runs as, and of root. Others are refused.
 
     ``answer`` gives what a request is answered with: a value, or a Reply. The DsecErrors that it raises go to the client; KeyError, TypeError and
     ValueError are taken for an improper request. ``greeting``: what is said first, if anything. ``silence``: seconds after which a connection that asks
@@ -97,10 +100,10 @@ class ControlServer:
     def _converse(self, channel: socket.socket) -> None:
         try:
             with channel:
-                channel.settimeout(self._silence)
                 if control.peer_uid(channel) not in (os.geteuid(), _ROOT):
-                    send(channel, error_message(HostError("the server belongs to another user", hint="ask as that user, or as root")))
+                    _refuse(channel)
                     return
+                channel.settimeout(self._silence)
                 if self._greeting is not None:
                     send(channel, self._greeting())
                 while (received := receive(channel)) is not None:
@@ -137,3 +140,11 @@ class ControlServer:
             finally:
                 close_all(reply.fds)
             reply.then()
+
+
+def _refuse(channel: socket.socket) -> None:
+    channel.settimeout(_REFUSAL)
+    refusal = HostError(f"this server belongs to another user (uid {os.geteuid()})", hint="ask as that user, or as root")
+    send(channel, error_message(refusal))
+    with suppress(OSError, ValueError):
+        close_all((receive(channel) or ({}, []))[1])

@@ -6,6 +6,7 @@ A layer that nobody uses any more stays mounted for a while: the next sandbox on
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -197,6 +198,14 @@ class LayerMounts:
             layers = list(self._layers.values())
         for layer in layers:
             yield layer.use, layer.path, layer.users, len(layer.files.names) if layer.files else 0
+
+    def device_of(self, use: LayerUse) -> str | None:
+        """The device (major:minor, as in the mount table) of what is at a layer's mount point; None if there is no such place."""
+        try:
+            number = self._path(use).stat().st_dev
+        except OSError:
+            return None
+        return f"{os.major(number)}:{os.minor(number)}"
 
     def forget_files(self) -> list[Digest]:
         """Drop what is remembered of layers that are not mounted; returns the digests of those that are."""

@@ -199,6 +199,9 @@ class Manager:
             record = self._mounts.get(target)
             if record is None:
                 raise NotFound(f"nothing of this cache is mounted at {target}", hint="dsec-layers ps shows what is")
+            mount = is_mount_point(Path(target))
+            if mount is not None and not self._is_ours(record, mount):
+                raise Conflict(f"what is visible at {target} was mounted by somebody else", hint="unmount that first")
             with suppress(NotFound):  # somebody else unmounted it
                 umount(target, lazy)
             self._forget(record)
@@ -303,7 +306,11 @@ class Manager:
             return False
         if mount.kind == "overlay":
             return mount.source == f"{_SOURCE}{record.identifier}"
-        return mount.kind == "erofs" and len(record.layers) == 1 and mount.source.startswith(f"{self._directory.root}/")
+        if mount.kind != "erofs" or len(record.layers) != 1:
+            return False
+        # Through a loop device the source is that, and after a failure the layer itself may be detached: one of the two is enough.
+        use = LayerUse(record.layers[0], record.store, record.driver)
+        return mount.source.startswith(f"{self._directory.root}/") or mount.device == self._layers.device_of(use)
 
     def _save(self, record: LeaseRecord | MountRecord) -> None:
         try:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.errors import Conflict, UsageError
 from dsec_layers.fuse.control import VERSION, Message
-from dsec_layers.fuse.controlserver import ControlServer, Reply
+from dsec_layers.fuse.controlserver import MessageServer, Reply
 from dsec_layers.fuse.events import EventServer
 from dsec_layers.fuse.layers import LayerMounts
 from dsec_layers.fuse.manager import Manager
@@ -60,14 +60,14 @@ class Service:
             "clear": self._clear,
             "stop": self._stop_daemon,
         }
-        self._server = ControlServer(listening, self._answer, greeting=self._greeting, silence=_SILENCE)
+        self._server = MessageServer(listening, self._answer, greeting=self._greeting, silence=_SILENCE)
 
     def start(self) -> None:
         """Accept connections in a thread."""
         self._server.start()
 
     def end_if_quiet(self, seconds: float, is_idle: Callable[[], bool]) -> bool:
-        """See ControlServer."""
+        """See MessageServer."""
         return self._server.end_if_quiet(seconds, is_idle)
 
     def _greeting(self) -> Message:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsec_layers.disks.local import LocalDisk
-from dsec_layers.disks.owner import DiskControl
+from dsec_layers.disks.owner import ControlServer
 from dsec_layers.disks.source import MINIMUM_BLOCK, ReadOnlySource, WritableDiskSource
 from dsec_layers.fuse.nbd import Export, Server, serve
 from dsec_layers.progress import SILENT, Progress
@@ -38,14 +38,14 @@ def serve_disk(
 
     Whether no connection had to be cut. The disk stays the caller's to close.
     """
-    controls: list[DiskControl] = []
+    controls: list[ControlServer] = []
 
     def started(server: Server) -> None:
         def status() -> dict[str, Any]:
             state = disk.state.to_value()
             return {"pid": os.getpid(), "uri": server.uri(), "connections": server.connections, "state": state, "recovered": disk.recovered}
 
-        controls.append(DiskControl(disk, status, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+        controls.append(ControlServer(disk, status, lambda: os.kill(os.getpid(), signal.SIGTERM)))
         ready(server.uri())
 
     try:

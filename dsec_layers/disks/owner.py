@@ -19,10 +19,10 @@ from dsec_layers.disks.local import LocalDisk
 from dsec_layers.disks.state import MAX_GENERATIONS, DiskState, Parent
 from dsec_layers.errors import Conflict, HostError, ImageError, UsageError
 from dsec_layers.fuse import control
-from dsec_layers.fuse.controlserver import ControlServer, Reply
+from dsec_layers.fuse.controlserver import MessageServer, Reply
 from dsec_layers.linux.unixsocket import remove_socket, socket_identity
 
-__all__ = ["DiskControl", "Owner", "Served", "owner_of", "served"]
+__all__ = ["ControlServer", "Owner", "Served", "owner_of", "served"]
 
 _ANSWER: Final = 600.0
 _END: Final = 60.0
@@ -153,7 +153,7 @@ def served(path: Path) -> Served | None:
     return Served(path, channel) if channel is not None else None
 
 
-class DiskControl:
+class ControlServer:
     """Answers on the disk's control socket, from threads of its own. ``stop`` is called when a client asks for the end."""
 
     def __init__(self, disk: LocalDisk, status: Callable[[], dict[str, Any]], stop: Callable[[], None]) -> None:
@@ -162,7 +162,7 @@ class DiskControl:
         self._stop = stop
         listening = control.listen(disk.path)
         self._identity = socket_identity(disk.path / control.SOCKET)
-        self._server = ControlServer(listening, self._answer)
+        self._server = MessageServer(listening, self._answer)
         self._server.start()
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from dsec_layers.layers.descriptor import Descriptor, Kind
 from dsec_layers.layers.frames import join_metadata
 from dsec_layers.layers.manifest import Layer, LayerConfig
 from dsec_layers.layers.tables import SEGMENT, pack_segments
-from dsec_layers.linux.mount import umount
+from dsec_layers.linux.mount import mount_overlay, umount
 from dsec_layers.proc import run
 from dsec_layers.registry.objects import load_config, publish_object, put_blob
 from dsec_layers.store.posix import PosixStore
@@ -109,6 +109,24 @@ def test_targets_that_cannot_be(place: Path, store: PosixStore) -> None:
         assert host.mounts() == []
         host.mount(store, sample.digest, target)
         assert read_tree(target) == BASE
+
+
+def test_b5_what_somebody_else_mounted_over_a_mount_is_not_unmounted(place: Path, store: PosixStore) -> None:
+    sample = make_layer(store, BASE)
+    target, other = place / "target", place / "other"
+    for name in ("a/theirs", "b"):
+        (other / name).mkdir(parents=True)
+    with daemon(place / "cache") as host:
+        host.mount(store, sample.digest, target)
+        mount_overlay(target, [other / "a", other / "b"])
+        for lazy in (False, True):
+            with pytest.raises(Conflict, match="somebody else"):
+                host.umount(target, lazy=lazy)
+        assert (target / "theirs").is_dir()
+        umount(target)
+        assert read_tree(target) == BASE
+        host.mount(store, sample.digest, other / "b")
+        host.umount(other / "b")
 
 
 def test_c1_many_layers_and_a_long_path(place: Path, store: PosixStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from dsec_layers.disks.files import create_files
 from dsec_layers.disks.local import LocalDisk
-from dsec_layers.disks.owner import DiskControl, Served, served
+from dsec_layers.disks.owner import ControlServer, Served, served
 from dsec_layers.disks.state import STATE, Parent, read_state
 from dsec_layers.errors import HostError
 from dsec_layers.fuse import control
@@ -30,7 +30,7 @@ def disk(tmp_path: Path) -> Iterator[LocalDisk]:
     """An open disk, whose control socket is served."""
     create_files(tmp_path / "d", MIB)
     with LocalDisk(tmp_path / "d", no_parent) as opened:  # type: ignore[arg-type]
-        server = DiskControl(opened, lambda: {"pid": os.getpid(), "uri": "nbd://"}, lambda: None)
+        server = ControlServer(opened, lambda: {"pid": os.getpid(), "uri": "nbd://"}, lambda: None)
         try:
             yield opened
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from dsec_layers.cache.metadata import LayerFiles, layer_files
 from dsec_layers.cache.segments import Usage
 from dsec_layers.errors import Conflict
 from dsec_layers.fuse import layers as module
+from dsec_layers.fuse import manager
 from dsec_layers.linux.mountinfo import MountPoint
 from tests.cache_kit import Stage
 
@@ -68,4 +70,21 @@ def test_b5_a_mounted_layer_whose_segments_nobody_knows_is_not_cleared(tmp_path:
     with pytest.raises(Conflict, match=r"metadata of .* is damaged"):
         after_restart.clear()
     assert all((stage.directory.absent / name).exists() for name in files.names)
+    stage.close()
+
+
+def test_a_mount_through_a_loop_device_is_known_as_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel mounts no files, the mount table names a loop device: the mount is known by the layer's device."""
+    stage = Stage(tmp_path)
+    target = tmp_path / "target"
+    target.mkdir()
+    monkeypatch.setattr(manager, "mount_bind", lambda *_: None)
+    made = stage.manager.mount(stage.use.store, stage.sample.digest, str(target), "", "test")
+    number = (tmp_path / "cache/layers").stat().st_dev  # where the layer would be mounted
+    device = f"{os.major(number)}:{os.minor(number)}"
+    for seen, expected in ((device, [made]), ("0:999", [])):
+        mount = MountPoint(1, seen, "/", str(target), "erofs", "/dev/loop7")
+        monkeypatch.setattr(manager, "read_mounts", lambda mount=mount: [mount])
+        monkeypatch.setattr(manager, "is_mount_point", lambda _, mount=mount: mount)
+        assert stage.manager.mounts() == expected
     stage.close()

@@ -100,20 +100,6 @@ def test_b4_a_short_batch_after_a_long_one_leaves_nothing_of_the_long_one(tmp_pa
     os.close(memory)
 
 
-def test_b6_a_group_that_cannot_be_read_is_tried_again_but_not_all_the_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    memory, group = Hand.create(), os.open(tmp_path, os.O_RDONLY)  # a directory: always ready, never readable
-    directory = SimpleNamespace(absent=tmp_path / "absent", present=tmp_path / "present")
-    server = EventServer(group, Hand(memory), cast(SegmentCache, SimpleNamespace(directory=directory)), lambda _: ())
-    server.start()
-    time.sleep(0.4)
-    began = time.monotonic()
-    server.stop()
-    assert time.monotonic() - began < 2
-    assert 1 <= sum("cannot read events" in record.message for record in caplog.records) <= 6
-    os.close(group)
-    os.close(memory)
-
-
 def test_the_keeper_loads_nothing_but_the_standard_library() -> None:
     program = (
         "import sys, runpy\n"
