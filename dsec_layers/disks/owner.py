@@ -177,7 +177,8 @@ class ControlServer:
         if operation == "snapshot":
             return self._disk.snapshot().to_value()
         if operation == "rebase":
-            return self._disk.rebase(*_rebase(message)).to_value()
+            expected, parent, gone = _rebase(message)
+            return self._disk.rebase(expected, parent, gone).to_value()
         if operation == "stop":
             return Reply(then=self._stop)
         raise UsageError(f"the server of a disk knows no {str(operation)[:40]!r}")
