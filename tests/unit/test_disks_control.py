@@ -83,6 +83,8 @@ def test_b6_descriptors_of_broken_messages_are_closed(disk: LocalDisk, rest: byt
             with channel:
                 socket.send_fds(channel, [rest[:1] or b"\0"], [stream.fileno()] * 3)
                 channel.sendall(rest[1:])
+                channel.shutdown(socket.SHUT_WR)
+                assert channel.recv(1) == b""  # the server has taken the connection, and is done with it
     settle(before)
 
 
