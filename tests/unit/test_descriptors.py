@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ def test_descriptors_are_kept_bounded_and_closed(tmp_path: Path) -> None:
 
         return kept.take(name, opener)
 
+    gc.collect()  # what earlier tests left
     before = descriptors()
     kept = Descriptors[str](8)
 
