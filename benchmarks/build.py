@@ -25,7 +25,7 @@ from dsec_layers.proc import find_tool, run, tool_version
 RUNNER = """
 import json, sys, dataclasses
 from pathlib import Path
-from dsec_layers.builders.pack import pack_layer
+from dsec_layers.builders.pack.layer import pack_layer
 from dsec_layers.builders.sources.detect import detect
 from dsec_layers.layers.descriptor import Kind
 from dsec_layers.store.posix import PosixStore

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dsec_layers.builders.pack import pack_layer
+from dsec_layers.builders.pack.layer import pack_layer
 from dsec_layers.builders.sources.detect import detect
 from dsec_layers.cache.directory import CacheDirectory
 from dsec_layers.cache.fetch import Fetcher, FetchLimits
@@ -32,10 +32,10 @@ from dsec_layers.cache.metadata import LayerFiles, layer_files
 from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.cache.stock import SIZE
 from dsec_layers.digest import Buffer, Digest
-from dsec_layers.fuse.events import EventServer
-from dsec_layers.fuse.host import Host, open_host
-from dsec_layers.fuse.keeper import Hand
-from dsec_layers.fuse.requirements import watch
+from dsec_layers.fuse.client.host import Host, open_host
+from dsec_layers.fuse.daemon.requirements import watch
+from dsec_layers.fuse.events.keeper import Hand
+from dsec_layers.fuse.events.serve import EventServer
 from dsec_layers.layers import descriptor as d
 from dsec_layers.layers.descriptor import Descriptor, Kind
 from dsec_layers.layers.manifest import Environment

@@ -1,7 +1,7 @@
 """A microVM's disks, start to end: a guest kernel in QEMU on EROFS layers and a writable disk, a snapshot while it runs, and two branches of it at the same time.
 
 Run it from the repository: ``.venv/bin/python -m examples.guest``. It needs Linux on x86-64, Debian's apt-get (for the guest's kernel, which is unpacked and not
-installed), qemu-system-x86, busybox-static and e2fsprogs, and no rights. How the guest is put together is in tests/guest.py and docs/guests.md.
+installed), qemu-system-x86, busybox-static and e2fsprogs, and no rights. How the guest is put together is in tests/kit/guest.py and docs/guests.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dsec_layers.api.background import attach_detached
 from dsec_layers.api.disks import branch, commit, create, detach
 from dsec_layers.disks.attach import SOCKET
 from dsec_layers.errors import DsecError
-from tests.guest import Guest, Kernel, boot, busybox_root, cache_directory, find_kernel, pad_image
+from tests.kit.guest import Guest, Kernel, boot, busybox_root, cache_directory, find_kernel, pad_image
 
 TOOL = '#!/bin/sh\necho "$(hostname) on $(uname -r) has: $(cd /work && echo *)"\n'
 

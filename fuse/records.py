@@ -61,7 +61,7 @@ class LeaseRecord:
 @dataclass(frozen=True, slots=True)
 class MountRecord:
     """A mount that the daemon made at ``target``. ``done``: it stands; ``answered``: whoever asked for it knows; ``poisoned``: it may have read zeros
-    when nobody held its readers back, and is served no more (fuse/aftermath.py).
+    when nobody held its readers back, and is served no more (fuse/mounts/aftermath.py).
     """
 
     identifier: str

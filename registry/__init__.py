@@ -1,1 +1,15 @@
+"""Objects by name: what refs and manifests say, the chunk catalog, copies between stores, verification, collection.
 
+Reads and writes a store; mounts nothing and needs no root.
+
+Face::
+
+    catalog  Catalog, ChunkAt, SegmentAt
+    collect  GRACE, remove_ref, sweep, Sweep
+    content  LayerContent, open_layer
+    copy     Copied, copy_object
+    fsck     judge
+    objects  hold, load_chunks, load_config, load_disk, load_disk_config, load_layer, load_metadata, load_object,
+             publish_object, put_blob, reach, resolve, resolve_any, set_tag
+    verify   repair, Report, verify
+"""

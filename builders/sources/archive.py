@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from dsec_layers.builders.merge import merge_layers
-from dsec_layers.builders.sink import ContentSink
+from dsec_layers.builders.content import ContentSink
+from dsec_layers.builders.names import Limits, Overrides, apply_overrides, shown
 from dsec_layers.builders.sources.base import ImageConfig
 from dsec_layers.builders.sources.inputs import Opened, Where, opened, tar_reader
-from dsec_layers.builders.sources.names import Limits, Overrides, apply_overrides, shown
+from dsec_layers.builders.sources.merge import merge_layers
 from dsec_layers.builders.sources.tar import TarReader
 from dsec_layers.descriptors import OpenFile
 from dsec_layers.erofs.tree import Tree

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from dsec_layers.builders.sink import ContentSink
+from dsec_layers.builders.content import ContentSink
 from dsec_layers.erofs.tree import Tree
 from dsec_layers.progress import SILENT, Progress
 

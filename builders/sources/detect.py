@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, Final, Literal, TypeAlias
 
+from dsec_layers.builders.names import Limits, Overrides, over_limit, shown
 from dsec_layers.builders.sources.archive import TarSource
 from dsec_layers.builders.sources.base import Source
 from dsec_layers.builders.sources.blocks import Blocks, FileBlocks, StreamBlocks, Tap
@@ -20,7 +21,6 @@ from dsec_layers.builders.sources.decompress import beginning, compression_of, d
 from dsec_layers.builders.sources.directory import DirectorySource
 from dsec_layers.builders.sources.image import Platform
 from dsec_layers.builders.sources.inputs import Prefixed, Where, open_any, opened, regular_descriptor
-from dsec_layers.builders.sources.names import Limits, Overrides, over_limit, shown
 from dsec_layers.builders.sources.oci import MAX_MEMBERS, ArchiveFiles, DirectoryFiles, load_docker, load_oci
 from dsec_layers.builders.sources.tar import TarReader
 from dsec_layers.descriptors import OpenFile

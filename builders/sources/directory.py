@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from dsec_layers.builders.merge_overlay import overlay_xattr, stack_uppers
-from dsec_layers.builders.sink import ContentSink
+from dsec_layers.builders.content import ContentSink
+from dsec_layers.builders.excludes import Excludes
+from dsec_layers.builders.names import Limits, Overrides, apply_overrides, keeps_xattr
+from dsec_layers.builders.overlay.stack import overlay_xattr, stack_uppers
 from dsec_layers.builders.sources.archive import warn_of_oddities
 from dsec_layers.builders.sources.base import ImageConfig
-from dsec_layers.builders.sources.excludes import Excludes
-from dsec_layers.builders.sources.names import Limits, Overrides, apply_overrides, keeps_xattr
 from dsec_layers.builders.sources.scan import Directory, FileAt
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.progress import SILENT, Progress

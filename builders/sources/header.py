@@ -17,7 +17,7 @@ from typing import Final
 from urllib.parse import unquote_to_bytes
 from zlib import adler32
 
-from dsec_layers.builders.sources.names import MAX_ID
+from dsec_layers.builders.names import MAX_ID
 from dsec_layers.digest import Buffer
 from dsec_layers.errors import InputError
 

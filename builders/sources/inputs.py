@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
+from dsec_layers.builders.names import Limits
 from dsec_layers.builders.sources.blocks import Blocks, FileBlocks, PipeBlocks, ReadAhead, StreamBlocks, Tap, rewound
 from dsec_layers.builders.sources.decompress import compression_of, decompressed, peeked
-from dsec_layers.builders.sources.names import Limits
 from dsec_layers.builders.sources.tar import TarReader
 from dsec_layers.descriptors import OpenFile
 from dsec_layers.errors import InputError, NotFound

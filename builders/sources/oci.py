@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from dsec_layers.builders.merge import merge_layers
-from dsec_layers.builders.sink import ContentSink
+from dsec_layers.builders.content import ContentSink
+from dsec_layers.builders.names import Limits, Overrides, apply_overrides, shown
 from dsec_layers.builders.sources.archive import warn_of_oddities
 from dsec_layers.builders.sources.base import ImageConfig
 from dsec_layers.builders.sources.blocks import FileBlocks
@@ -29,7 +29,7 @@ from dsec_layers.builders.sources.image import (
     parse_manifest,
 )
 from dsec_layers.builders.sources.inputs import Opened, Seen, open_regular, tar_reader
-from dsec_layers.builders.sources.names import Limits, Overrides, apply_overrides, shown
+from dsec_layers.builders.sources.merge import merge_layers
 from dsec_layers.builders.sources.tar import TarReader
 from dsec_layers.digest import Digest, is_digest, sha256_digest
 from dsec_layers.erofs.tree import Tree

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, TypeAlias
 
-from dsec_layers.builders.sink import ContentSink
+from dsec_layers.builders.content import ContentSink
+from dsec_layers.builders.excludes import Excludes
+from dsec_layers.builders.names import Limits, check_xattr, over_limit, shown
 from dsec_layers.builders.sources.blocks import BLOCK
-from dsec_layers.builders.sources.excludes import Excludes
-from dsec_layers.builders.sources.names import Limits, check_xattr, over_limit, shown
 from dsec_layers.builders.sources.sparse import Holes
 from dsec_layers.digest import Buffer
 from dsec_layers.erofs.overlay import is_device_whiteout

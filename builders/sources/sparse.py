@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from dsec_layers.builders.chunker import chunk_bits_of
+from dsec_layers.builders.names import Limits, over_limit, shown
+from dsec_layers.builders.pack.chunker import chunk_bits_of
 from dsec_layers.builders.sources.header import RECORD, Records, decimal, number
-from dsec_layers.builders.sources.names import Limits, over_limit, shown
 from dsec_layers.errors import InputError
 
 __all__ = ["MAX_EXTENTS", "Holes", "Map", "Map1", "check_map", "map_0", "old_entries"]

@@ -11,11 +11,11 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import Final, TypeAlias
 
-from dsec_layers.builders.sink import ContentSink
+from dsec_layers.builders.content import ContentSink
+from dsec_layers.builders.names import MAX_PATH, Limits, check_xattr, keeps_xattr, over_limit, shown
 from dsec_layers.builders.sources import header as h
 from dsec_layers.builders.sources.blocks import BLOCK, Blocks, Window
 from dsec_layers.builders.sources.header import RECORD, Records
-from dsec_layers.builders.sources.names import MAX_PATH, Limits, check_xattr, keeps_xattr, over_limit, shown
 from dsec_layers.builders.sources.sparse import MAX_EXTENTS, Map, Map1, check_map, map_0, old_entries
 from dsec_layers.digest import Buffer
 from dsec_layers.erofs.overlay import WHITEOUT_DEVICE

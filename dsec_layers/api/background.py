@@ -30,7 +30,7 @@ def attach_detached(
 ) -> dict[str, Any]:
     """Serve a disk as ``api.disks.attach`` does, in a process of its own that stays; what its ``ready`` was told, as a dict. Raises what it raises."""
     from dsec_layers.disks.state import read_state
-    from dsec_layers.fuse import control
+    from dsec_layers.fuse.client import control
     from dsec_layers.proc import inherited_environment, run
 
     read_state(path)
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
 def _serve(asked: dict[str, Any], say: int) -> int:
     from dsec_layers.api.disks import Attached, attach
     from dsec_layers.api.session import Session
-    from dsec_layers.fuse import control
+    from dsec_layers.fuse.client import control
 
     left = [say]
 

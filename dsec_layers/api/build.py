@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from dsec_layers.api.session import Session
-from dsec_layers.builders.pack import PackResult, pack_layer
+from dsec_layers.builders.names import Limits, Overrides
+from dsec_layers.builders.pack.layer import PackResult, pack_layer
 from dsec_layers.builders.sources.base import Source
 from dsec_layers.builders.sources.detect import detect
 from dsec_layers.builders.sources.directory import OverlaySource
-from dsec_layers.builders.sources.names import Limits, Overrides
 from dsec_layers.digest import Digest
 from dsec_layers.errors import Conflict, DsecError, NotFound, UsageError
 from dsec_layers.layers.descriptor import Kind
@@ -107,7 +107,7 @@ def build(
 
     ``limits``: what the source may cost, as in ``import_source``.
     """
-    from dsec_layers.builders.layerfile import build_layerfile, load_recipe
+    from dsec_layers.builders.layerfile.build import build_layerfile, load_recipe
 
     began = time.monotonic()
     recipe = load_recipe(Path(layerfile))
@@ -124,7 +124,7 @@ def build(
 
 def clear_steps(session: Session) -> None:
     """Remove the results of build steps that are kept in the cache, but for those a running build uses."""
-    from dsec_layers.builders.stepcache import StepCache
+    from dsec_layers.builders.layerfile.stepcache import StepCache
 
     with StepCache(session.cache / "steps", limit=0):
         pass

@@ -13,8 +13,8 @@ from uuid import UUID
 from dsec_layers.api.diskinputs import BlobFile, DiskInput, made_ext4, open_input
 from dsec_layers.api.disks import FORMATS, PACKINGS, DiskInfo, Sealed, find_disk, info, pieces, publish_as, store_of
 from dsec_layers.api.environment import Verified
-from dsec_layers.api.ocilayout import LayoutWriter
 from dsec_layers.api.session import Session
+from dsec_layers.builders.output.ocilayout import LayoutWriter
 from dsec_layers.disks.files import DiskFiles, GenerationReader, check_size
 from dsec_layers.disks.source import ReadOnlySource
 from dsec_layers.disks.state import read_state

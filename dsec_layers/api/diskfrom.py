@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dsec_layers.api.session import Session
-from dsec_layers.builders.materialize import materialize
+from dsec_layers.builders.output.directory import materialize
 from dsec_layers.builders.sources.detect import detect
 from dsec_layers.errors import HostError
 from dsec_layers.registry.objects import resolve

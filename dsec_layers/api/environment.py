@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dsec_layers.api.judge import judge
 from dsec_layers.api.session import Session
 from dsec_layers.digest import Digest, is_digest
 from dsec_layers.errors import NotFound, UsageError
@@ -13,6 +12,7 @@ from dsec_layers.layers.descriptor import MANIFEST, Descriptor, Kind
 from dsec_layers.layers.manifest import Environment, Layer
 from dsec_layers.registry.collect import GRACE, Sweep, remove_ref, sweep
 from dsec_layers.registry.copy import Copied, copy_object
+from dsec_layers.registry.fsck import judge
 from dsec_layers.registry.objects import publish_object, reach, resolve, resolve_any, set_tag
 from dsec_layers.registry.verify import Report
 from dsec_layers.registry.verify import repair as repair_object

@@ -13,12 +13,11 @@ from typing import Any, BinaryIO
 
 import zstandard
 
-from dsec_layers.api.content import LayerContent, open_layer
 from dsec_layers.api.look import open_view
-from dsec_layers.api.ocilayout import LayoutWriter
 from dsec_layers.api.session import Session
-from dsec_layers.api.tarout import TarWriter
-from dsec_layers.api.view import Entry, walk
+from dsec_layers.builders.output.ocilayout import LayoutWriter
+from dsec_layers.builders.output.tar import TarWriter
+from dsec_layers.builders.overlay.view import Entry, walk
 from dsec_layers.digest import Buffer, Digest
 from dsec_layers.erofs.overlay import is_opaque, is_whiteout, opaque_name, whiteout_name, without_overlay
 from dsec_layers.erofs.tree import BLOCK, HOLE, Inode, Tree
@@ -27,6 +26,7 @@ from dsec_layers.errors import Conflict, NotFound, UsageError
 from dsec_layers.fsio import map_os_error, publish, publish_directory
 from dsec_layers.layers.manifest import Layer
 from dsec_layers.oci import Descriptor
+from dsec_layers.registry.content import LayerContent, open_layer
 from dsec_layers.registry.objects import load_config, load_layer, resolve
 
 __all__ = ["FORMATS", "Exported", "export", "flat_image", "flat_pieces"]

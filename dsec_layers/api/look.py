@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsec_layers.api.content import LayerContent, open_layer
 from dsec_layers.api.session import Session
-from dsec_layers.api.view import Entry, merge, walk
+from dsec_layers.builders.overlay.view import Entry, merge, walk
 from dsec_layers.digest import Digest, is_digest
 from dsec_layers.errors import CorruptError, ImageError, InputError, LimitError, NotFound
 from dsec_layers.layers.descriptor import Kind
 from dsec_layers.layers.disk import DiskImage
 from dsec_layers.layers.manifest import Environment, Layer, Object
+from dsec_layers.registry.content import LayerContent, open_layer
 from dsec_layers.registry.objects import load_config, load_disk_config, load_layer, load_object, resolve, resolve_any
 
 __all__ = ["BlobUse", "Change", "Difference", "Inspection", "LayerSummary", "Listed", "TreeEntry", "diff", "inspect", "ls", "open_view"]

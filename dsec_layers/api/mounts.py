@@ -9,7 +9,7 @@ from typing import Any
 
 from dsec_layers.api.session import Session
 from dsec_layers.digest import Digest
-from dsec_layers.fuse.host import CacheReport, Cleared, Mounted
+from dsec_layers.fuse.client.host import CacheReport, Cleared, Mounted
 from dsec_layers.layers.manifest import Layer
 from dsec_layers.registry.objects import load_config, load_layer, resolve
 from dsec_layers.sandbox import Bind, Network, RunSpec

@@ -15,7 +15,7 @@ from dsec_layers.store.base import Store
 from dsec_layers.store.open import open_store
 
 if TYPE_CHECKING:
-    from dsec_layers.fuse.host import Host
+    from dsec_layers.fuse.client.host import Host
     from dsec_layers.registry.catalog import Catalog
 
 __all__ = ["Session"]
@@ -51,7 +51,7 @@ class Session:
     @cached_property
     def host(self) -> Host:
         """The mount daemon of this cache, started if need be."""
-        from dsec_layers.fuse.host import open_host
+        from dsec_layers.fuse.client.host import open_host
 
         if os.geteuid() != 0:
             raise HostError("mounts and sandboxes need root", hint="sudo; build, import, inspect, verify and export work without")

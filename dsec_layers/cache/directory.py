@@ -10,7 +10,7 @@
     images/         whole images of layers in the compressed layout
     layers/         mount points, one a layer
     state/          records of mounts and leases, and of boots that ended well
-    poisoned/       absent segments of mounts that must not be served any more (fuse/aftermath.py)
+    poisoned/       absent segments of mounts that must not be served any more (fuse/mounts/aftermath.py)
     lock            held (flock) by the one process that may change any of this
 
 HEX is the segment's BLAKE3 digest. All of it may be deleted by hand while no mount uses it.

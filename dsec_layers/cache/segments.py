@@ -71,7 +71,7 @@ class SegmentCache:
     """Segments of a locked cache directory. Thread-safe.
 
     ``holes``: absent segments are holes of the right size instead of empty files. Empty is better, as a read that nobody holds back fails instead of giving zeros,
-    but some kernels take a short read from an image's device for data (fuse/probe.py finds out). ``stock``: empty files made in advance, for fast mounts.
+    but some kernels take a short read from an image's device for data (fuse/events/probe.py finds out). ``stock``: empty files made in advance, for fast mounts.
     """
 
     def __init__(self, directory: CacheDirectory, fetcher: Fetcher, *, holes: bool = False, stock: Stock | None = None) -> None:
@@ -177,7 +177,7 @@ class SegmentCache:
 
     def _is_here(self, file: _File) -> bool:
         """Whether the segment is here already: complete, or suspect and right after all, or in another file of the cache."""
-        # A descriptor that came with an event raises none itself, but one that was opened again after a restart does (fuse/adopt.py).
+        # A descriptor that came with an event raises none itself, but one that was opened again after a restart does (fuse/events/adopt.py).
         with self._writers.claim(file.piece.name), self._own_write(file.piece.name):
             fd = file.fd
             if fd is None:

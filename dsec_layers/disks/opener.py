@@ -13,8 +13,8 @@ from dsec_layers.cache.fetch import Fetcher, FetchLimits
 from dsec_layers.cache.flat import PieceOpener
 from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.errors import Conflict, HostError
-from dsec_layers.fuse.host import HostPool, open_host
-from dsec_layers.fuse.layers import Stores
+from dsec_layers.fuse.client.host import HostPool, open_host
+from dsec_layers.fuse.mounts.layers import Stores
 from dsec_layers.linux.process import set_descriptor_limit
 from dsec_layers.progress import SILENT, Progress
 from dsec_layers.store.base import Store

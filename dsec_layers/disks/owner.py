@@ -1,6 +1,6 @@
 """Snapshots of a disk, whether somebody serves it or not: its server is asked, or else its files are changed here.
 
-The protocol is that of fuse/control.py, on the socket ``control`` in the disk's directory: ``status``, ``snapshot``, ``rebase``, ``stop``.
+The protocol is that of fuse/client/control.py, on the socket ``control`` in the disk's directory: ``status``, ``snapshot``, ``rebase``, ``stop``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dsec_layers.disks.files import DiskFiles
 from dsec_layers.disks.local import LocalDisk
 from dsec_layers.disks.state import MAX_GENERATIONS, DiskState, Parent
 from dsec_layers.errors import Conflict, HostError, ImageError, UsageError
-from dsec_layers.fuse import control
-from dsec_layers.fuse.controlserver import MessageServer, Reply
+from dsec_layers.fuse.client import control
+from dsec_layers.fuse.client.controlserver import MessageServer, Reply
 from dsec_layers.linux.unixsocket import remove_socket, socket_identity
 
 __all__ = ["ControlServer", "Owner", "Served", "owner_of", "served"]

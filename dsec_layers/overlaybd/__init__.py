@@ -1,6 +1,17 @@
 """OverlayBD disks: LSMT layers, ZFile compression, the tar around them, and the disk that is made of them.
 
 Everything is a BlockSource in and bytes out; only ``upper`` works on files, through descriptors it is given. docs/formats/overlaybd.md describes the formats.
+
+Face::
+
+    config        ImageConfig, lower_paths, LowerConfig, parse_config, render_config
+    lsmt          encode_entries, Flags, Header, MAX_LBA, NIL_UUID, SPACE
+    oci           blob_info, BlobInfo, layer_descriptor
+    packing       virtual_size
+    segments      no_segments, SECTOR, Segments
+    stream        batches
+    tarwrap       looks_like_tar
+    zfile_format  raw_crc32c
 """
 
 from dsec_layers.overlaybd.disk import Disk, Extent

@@ -1,4 +1,13 @@
-"""Commands in a container over mounted layers: a thin hull around an OCI runtime and overlayfs."""
+"""Commands in a container over mounted layers: a thin hull around an OCI runtime and overlayfs.
+
+Face::
+
+    hostnet    find_ca_bundle, proxy_variables
+    output     Collector
+    spec       Network, RunSpec
+    state      remove_tree
+    variables  merge_variables
+"""
 
 from dsec_layers.sandbox.box import Outcome, Sandbox, run
 from dsec_layers.sandbox.output import Captured, capture

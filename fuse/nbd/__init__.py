@@ -1,4 +1,9 @@
-"""NBD front end: block sources for QEMU, nbd-client, libnbd and everything else that speaks NBD."""
+"""NBD front end: block sources for QEMU, nbd-client, libnbd and everything else that speaks NBD.
+
+Face::
+
+    protocol  NBD_STATE_HOLE, NBD_STATE_ZERO
+"""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from dsec_layers.errors import ImageError, InputError, NoSpace, UsageError
 from dsec_layers.oci import descriptor_json
 from dsec_layers.overlaybd.oci import BlobInfo, layer_descriptor
 from dsec_layers.proc import inherited_environment, run
-from tests.disks_kit import MIB, noise, quiet_session, sealed_content
+from tests.kit.disks_kit import MIB, noise, quiet_session, sealed_content
+from tests.kit.overlaybd_vectors import EXPECTED, vector
 from tests.kit.tools import need
-from tests.overlaybd_vectors import EXPECTED, vector
 
 
 @pytest.fixture

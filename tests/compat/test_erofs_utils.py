@@ -15,9 +15,9 @@ from dsec_layers.erofs.reader import Image
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.erofs.writer import render
 from dsec_layers.proc import Completed, run
-from tests.erofs_samples import SAMPLES, make_source, pack_directory
+from tests.kit.erofs_samples import SAMPLES, make_source, pack_directory
+from tests.kit.oracle import diff, snapshot_dir, snapshot_tree
 from tests.kit.tools import missing, tool
-from tests.oracle import diff, snapshot_dir, snapshot_tree
 
 
 def version() -> tuple[int, ...]:

@@ -12,8 +12,8 @@ from dsec_layers.proc import run
 from dsec_layers.registry.objects import load_metadata
 from dsec_layers.store.memory import MemoryStore
 from dsec_layers.store.transfer import read_blob
+from tests.kit.store_samples import Sample, content, make_layer
 from tests.kit.tools import module, tool
-from tests.store_samples import Sample, content, make_layer
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from dsec_layers.fuse.nbd import Export, LocalDisk, Server, Tls, TlsMode
 from dsec_layers.fuse.nbd import protocol as nbd
 from dsec_layers.fuse.nbd.tls import read_keys
 from dsec_layers.proc import run
+from tests.kit.nbd_certificates import make_certificates
+from tests.kit.nbd_client import Client, export_query
 from tests.kit.tools import need
-from tests.nbd_certificates import make_certificates
-from tests.nbd_client import Client, export_query
 
 SIZE = 3 << 20
 DATA = random.Random(4).randbytes(SIZE)

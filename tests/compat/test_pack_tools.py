@@ -13,8 +13,8 @@ from dsec_layers import proc
 from dsec_layers.linux.mount import mount_erofs, umount
 from dsec_layers.registry.objects import load_metadata
 from dsec_layers.store.posix import PosixStore
+from tests.kit.pack_inputs import Files, Pieces, noise, pack, text
 from tests.kit.tools import tool
-from tests.pack_inputs import Files, Pieces, noise, pack, text
 
 MIB = 1 << 20
 

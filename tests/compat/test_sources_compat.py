@@ -12,9 +12,9 @@ import pytest
 
 from dsec_layers import proc
 from dsec_layers.builders.sources.detect import detect
+from tests.kit.oracle import MemorySink, Snapshot, diff, snapshot_dir, snapshot_tree
+from tests.kit.tars import directory, entry, file, hard_link, make_tar, node, symlink
 from tests.kit.tools import tool
-from tests.oracle import MemorySink, Snapshot, diff, snapshot_dir, snapshot_tree
-from tests.tars import directory, entry, file, hard_link, make_tar, node, symlink
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: extraction sets owners")
 

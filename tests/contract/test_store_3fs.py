@@ -1,4 +1,4 @@
-"""The directory store on a double of a 3FS mount (tests/threefs.py): the contract, and what several hosts see of each other."""
+"""The directory store on a double of a 3FS mount (tests/kit/threefs.py): the contract, and what several hosts see of each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsec_layers.store.base import Store
 from dsec_layers.store.posix import PosixStore
 from dsec_layers.store.transfer import put_bytes, read_pieces
 from tests.contract.suite import StoreContract
-from tests.threefs import ThreeFS
+from tests.kit.threefs import ThreeFS
 
 DATA = b"0123456789" * 1000
 DIGEST = sha256_digest(DATA)

@@ -12,7 +12,7 @@ import pytest
 from dsec_layers.digest import sha256_digest
 from dsec_layers.erofs.dump import dump
 from dsec_layers.erofs.writer import render
-from tests.erofs_samples import SAMPLES
+from tests.kit.erofs_samples import SAMPLES
 
 HERE = Path(__file__).parent / "erofs"
 DUMPED = ("empty", "everything", "same_time")

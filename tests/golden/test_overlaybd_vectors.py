@@ -11,7 +11,7 @@ from dsec_layers.errors import UsageError
 from dsec_layers.overlaybd import Algorithm, Disk, Packing, ZFile, ZFileOptions, commit, merge, open_layer, open_upper_pair, zfile_writes
 from dsec_layers.overlaybd import zfile_writer as writer
 from dsec_layers.overlaybd.config import parse_config
-from tests.overlaybd_vectors import DISKS, EXPECTED, STEMS, UUIDS, assemble, layer, script_bytes, sha256, vector
+from tests.kit.overlaybd_vectors import DISKS, EXPECTED, STEMS, UUIDS, assemble, layer, script_bytes, sha256, vector
 
 KINDS = (".lsmt", ".zfile-lz4-4k", ".zfile-zstd-4k", ".zfile-lz4-4k.tar")
 

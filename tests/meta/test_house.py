@@ -73,9 +73,9 @@ def test_only_the_command_line_reads_settings_from_the_environment() -> None:
 
 
 ALLOWED_ENVIRONMENT_READERS = {
-    "builders/debian.py",  # the host's proxy and CA settings for the package download
+    "builders/layerfile/debian.py",  # the host's proxy and CA settings for the package download
     "dsec_layers/sandbox/hostnet.py",  # the same for steps that were allowed the network
-    "fuse/keeper.py",  # NOTIFY_SOCKET and LISTEN_FDS, systemd's own protocol
+    "fuse/events/keeper.py",  # NOTIFY_SOCKET and LISTEN_FDS, systemd's own protocol
 }
 
 

@@ -15,7 +15,7 @@ from dsec_layers.erofs.dump import dump
 from dsec_layers.erofs.reader import Image
 from dsec_layers.erofs.writer import render
 from dsec_layers.errors import ImageError
-from tests.erofs_samples import SAMPLES, patched
+from tests.kit.erofs_samples import SAMPLES, patched
 
 IMAGES = {name: render(*make()) for name, make in SAMPLES.items()}
 SECONDS = 2.0  # of processor time for one image; the largest sample takes a hundredth of it

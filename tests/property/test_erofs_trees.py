@@ -10,7 +10,7 @@ from dsec_layers.erofs.reader import Image
 from dsec_layers.erofs.verify import compare
 from dsec_layers.erofs.writer import render
 from dsec_layers.errors import ImageError
-from tests.erofs_samples import Sample, assert_same, trees
+from tests.kit.erofs_samples import Sample, assert_same, trees
 
 _SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 

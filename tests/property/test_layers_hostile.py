@@ -17,7 +17,7 @@ from dsec_layers.layers.metadata import open_metadata
 from dsec_layers.layers.tables import CHUNK, SEGMENT, pack_chunks, pack_segments, parse_chunks, parse_segments
 from dsec_layers.store.memory import MemoryStore
 from dsec_layers.store.transfer import read_blob
-from tests.store_samples import content, make_environment, make_layer
+from tests.kit.store_samples import content, make_environment, make_layer
 
 STORE = MemoryStore()
 SAMPLE = make_layer(STORE, {"a": content(1, 100_000), "b": b"x" * 5000}, per_segment=1)

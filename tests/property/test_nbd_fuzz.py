@@ -18,8 +18,8 @@ from dsec_layers.fuse.nbd import Export, Limits, Server, Tls, TlsMode
 from dsec_layers.fuse.nbd import protocol as nbd
 from dsec_layers.fuse.nbd.negotiation import Negotiation, Next
 from dsec_layers.progress import SILENT
-from tests.nbd_certificates import make_certificates
-from tests.nbd_client import SECONDS, Client, export_query, meta_query
+from tests.kit.nbd_certificates import make_certificates
+from tests.kit.nbd_client import SECONDS, Client, export_query, meta_query
 
 SIZE = 1 << 16
 IMAGE = bytes(range(256)) * (SIZE // 256)

@@ -26,7 +26,7 @@ from dsec_layers.overlaybd import (
     open_layer,
     open_upper_pair,
 )
-from tests.overlaybd_vectors import assemble
+from tests.kit.overlaybd_vectors import assemble
 
 SIZE = 256 << 10
 PACKINGS = (

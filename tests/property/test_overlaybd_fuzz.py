@@ -19,7 +19,7 @@ from dsec_layers.oci import parse_descriptor
 from dsec_layers.overlaybd import Algorithm, Disk, ZFile, ZFileOptions, commit, open_layer, open_sparse, open_upper_pair, zfile_writes
 from dsec_layers.overlaybd.config import parse_config, render_config
 from dsec_layers.overlaybd.oci import blob_info, layer_descriptor
-from tests.overlaybd_vectors import assemble, vector
+from tests.kit.overlaybd_vectors import assemble, vector
 
 relaxed = settings(deadline=None)
 STEM = "blk-64m-layer3"

@@ -10,11 +10,13 @@ from unittest import mock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dsec_layers.builders import chunker, pack_foreign, pack_sink
-from dsec_layers.builders.pack_index import ChunkIndex
+from dsec_layers.builders.pack import chunker
+from dsec_layers.builders.pack import foreign as pack_foreign
+from dsec_layers.builders.pack import sink as pack_sink
+from dsec_layers.builders.pack.index import ChunkIndex
 from dsec_layers.registry.catalog import Catalog
 from dsec_layers.store.memory import MemoryStore
-from tests.pack_inputs import Files, Pieces, contents, noise, pack
+from tests.kit.pack_inputs import Files, Pieces, contents, noise, pack
 
 PIECES = [noise(seed, size) for seed, size in enumerate((1, 511, 513, 4095, 4096, 4097, 30_000, 65_535, 65_536, 65_537, 200_000))]
 PIECES += [bytes(10), bytes(65_536), bytes(70_000), noise(1, 100_000) + bytes(100_000)]

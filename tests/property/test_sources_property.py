@@ -14,14 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dsec_layers import proc
-from dsec_layers.builders.merge import merge_layers
+from dsec_layers.builders.names import Limits
 from dsec_layers.builders.sources.archive import TarSource
 from dsec_layers.builders.sources.directory import DirectorySource
-from dsec_layers.builders.sources.names import Limits
+from dsec_layers.builders.sources.merge import merge_layers
 from dsec_layers.errors import DsecError, InputError, LimitError
-from tests.oracle import MemorySink, Snapshot, diff, snapshot_dir, snapshot_tars, snapshot_tree
-from tests.tars import Entry, directory, entry, file, hard_link, ingest, make_tar, node, symlink
-from tests.unit.test_merge_layers import Layer
+from tests.kit.oracle import MemorySink, Snapshot, diff, snapshot_dir, snapshot_tars, snapshot_tree
+from tests.kit.tars import Entry, directory, entry, file, hard_link, ingest, make_tar, node, symlink
+from tests.unit.builders.test_merge_layers import Layer
 
 _NAMES = st.one_of(
     st.sampled_from([b"a", b"b", b"c", b"lib"]),

@@ -15,8 +15,8 @@ from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.erofs.writer import render
 from dsec_layers.errors import Conflict, HostError, NotFound
 from dsec_layers.linux.mount import mount_erofs, mount_overlay, umount
-from tests.erofs_samples import SAMPLES, Sample, chunked, directory, make_source, pack_directory, regular, trees
-from tests.oracle import diff, snapshot_dir, snapshot_tree
+from tests.kit.erofs_samples import SAMPLES, Sample, chunked, directory, make_source, pack_directory, regular, trees
+from tests.kit.oracle import diff, snapshot_dir, snapshot_tree
 
 pytestmark = pytest.mark.root
 

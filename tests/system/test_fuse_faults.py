@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 
 from dsec_layers.errors import Conflict, HostError
-from dsec_layers.fuse.host import Host, Lease, open_host
+from dsec_layers.fuse.client.host import Host, Lease, open_host
 from dsec_layers.linux.process import start_time
 from dsec_layers.proc import inherited_environment, run, spawn
 from dsec_layers.store.posix import PosixStore
-from tests.cache_kit import daemon, eventually, in_threads, kill, log_of, needs_fanotify, processes_of, unmount_below
-from tests.store_samples import Sample, content, make_layer
+from tests.kit.cache_kit import daemon, eventually, in_threads, kill, log_of, needs_fanotify, processes_of, unmount_below
+from tests.kit.store_samples import Sample, content, make_layer
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
 
@@ -378,7 +378,7 @@ def test_the_client_is_killed_while_it_mounts(stage: Stage, tmp_path: Path) -> N
     target = tmp_path / "target"
     target.mkdir()
     script = (
-        "import sys; from pathlib import Path; from dsec_layers.fuse.host import open_host\n"
+        "import sys; from pathlib import Path; from dsec_layers.fuse.client.host import open_host\n"
         f"host = open_host(Path({str(stage.cache)!r})); print('go', flush=True)\n"
         f"host.mount({stage.store.url!r}, {stage.sample.digest!r}, Path({str(target)!r}))\n"
     )
@@ -420,7 +420,7 @@ def test_the_worker_is_killed_while_it_mounts(stage: Stage, tmp_path: Path) -> N
 
 def test_leases_end_with_their_holder(stage: Stage) -> None:
     script = (
-        "import sys; from pathlib import Path; from dsec_layers.fuse.host import open_host\n"
+        "import sys; from pathlib import Path; from dsec_layers.fuse.client.host import open_host\n"
         f"lease = open_host(Path({str(stage.cache)!r})).attach({stage.store.url!r}, [{stage.sample.digest!r}])\n"
         "print(lease.paths[0], flush=True); sys.stdin.read()"
     )

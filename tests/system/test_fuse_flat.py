@@ -12,15 +12,15 @@ import pytest
 
 from dsec_layers.cache.directory import CacheDirectory
 from dsec_layers.cache.metadata import LayerFiles, layer_files
-from dsec_layers.fuse.flatmount import FlatMounter
+from dsec_layers.fuse.server.mount import FlatMounter
 from dsec_layers.layers.descriptor import Kind
 from dsec_layers.layers.frames import decompress
 from dsec_layers.linux.mount import umount
 from dsec_layers.linux.process import start_time
 from dsec_layers.proc import run
 from dsec_layers.store.posix import PosixStore
-from tests.cache_kit import QUICK, daemon, eventually, in_threads, kill, needs_fanotify, unmount_below
-from tests.store_samples import content, make_environment, make_layer
+from tests.kit.cache_kit import QUICK, daemon, eventually, in_threads, kill, needs_fanotify, unmount_below
+from tests.kit.store_samples import content, make_environment, make_layer
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
 
@@ -55,7 +55,7 @@ def server_of(cache: Path) -> int:
                 command = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if b"dsec_layers.fuse.flat" in command and os.fsencode(cache) in command:
+            if b"dsec_layers.fuse.server.flat" in command and os.fsencode(cache) in command:
                 return int(entry.name)
     raise AssertionError("no FUSE server runs")
 

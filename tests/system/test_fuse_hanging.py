@@ -18,8 +18,8 @@ import pytest
 from dsec_layers.errors import NotFound
 from dsec_layers.linux.mount import umount
 from dsec_layers.store.posix import PosixStore
-from tests.cache_kit import daemon, eventually, needs_fanotify, unmount_below
-from tests.store_samples import content, make_layer
+from tests.kit.cache_kit import daemon, eventually, needs_fanotify, unmount_below
+from tests.kit.store_samples import content, make_layer
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
 
@@ -36,7 +36,7 @@ class StoppableStore:
         self._mounted = place / "a"
         self._mounted.mkdir()
         self.sample = make_layer(PosixStore(place / "behind"), HANGING, per_segment=1)
-        command = [sys.executable, "-m", "tests.stopped_fs", str(place / "behind"), str(self._mounted)]
+        command = [sys.executable, "-m", "tests.kit.stopped_fs", str(place / "behind"), str(self._mounted)]
         self._server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.url = self._mounted.as_uri()
         eventually(lambda: self._mounted.is_mount() and (self._mounted / "dsec-store.json").exists())

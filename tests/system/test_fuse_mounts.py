@@ -15,8 +15,8 @@ import pytest
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.erofs.writer import render
 from dsec_layers.errors import Conflict, HostError, LimitError, NotFound, StoreError, UsageError
-from dsec_layers.fuse.control import connect, receive, send
-from dsec_layers.fuse.host import open_host
+from dsec_layers.fuse.client.control import connect, receive, send
+from dsec_layers.fuse.client.host import open_host
 from dsec_layers.layers import descriptor as d
 from dsec_layers.layers.descriptor import Descriptor, Kind
 from dsec_layers.layers.frames import join_metadata
@@ -26,8 +26,8 @@ from dsec_layers.linux.mount import mount_overlay, umount
 from dsec_layers.proc import run
 from dsec_layers.registry.objects import load_config, publish_object, put_blob
 from dsec_layers.store.posix import PosixStore
-from tests.cache_kit import cached_bytes, daemon, eventually, log_of, needs_fanotify, processes_of, unmount_below
-from tests.store_samples import Sample, content, make_environment, make_layer, publish_config
+from tests.kit.cache_kit import cached_bytes, daemon, eventually, log_of, needs_fanotify, processes_of, unmount_below
+from tests.kit.store_samples import Sample, content, make_environment, make_layer, publish_config
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
 
@@ -237,8 +237,8 @@ def test_d5_the_cache_has_one_daemon_and_tools_ask_it(
             assert other.show().pid == report.pid
         with pytest.raises(Conflict, match=str(report.keeper)):
             CacheDirectory(cache)
-    monkeypatch.setattr("dsec_layers.fuse.daemon._START", 0.2)
-    from dsec_layers.fuse.daemon import main
+    monkeypatch.setattr("dsec_layers.fuse.daemon.__main__._START", 0.2)
+    from dsec_layers.fuse.daemon.__main__ import main
 
     with CacheDirectory(cache):
         assert main(["--cache", str(cache)]) == Conflict.exit_code

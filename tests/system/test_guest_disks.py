@@ -20,7 +20,7 @@ from dsec_layers.disks.attach import SOCKET
 from dsec_layers.disks.owner import served
 from dsec_layers.errors import HostError, ToolError
 from dsec_layers.proc import find_tool
-from tests.guest import Guest, Kernel, boot, busybox_root, cache_directory, find_kernel, pad_image, program_with_libraries, unpack
+from tests.kit.guest import Guest, Kernel, boot, busybox_root, cache_directory, find_kernel, pad_image, program_with_libraries, unpack
 from tests.kit.tools import missing
 
 pytestmark = pytest.mark.slow

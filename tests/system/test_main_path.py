@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from dsec_layers.api.view import walk
+from dsec_layers.builders.overlay.view import walk
 from dsec_layers.proc import PIPE, Completed, run, spawn
-from tests.oracle import diff, snapshot_dir
+from tests.kit.oracle import diff, snapshot_dir
 
 pytestmark = pytest.mark.root
 

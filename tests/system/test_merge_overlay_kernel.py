@@ -15,7 +15,7 @@ import pytest
 from dsec_layers import proc
 from dsec_layers.builders.sources.directory import OverlaySource
 from dsec_layers.erofs.tree import Inode, Tree
-from tests.oracle import MemorySink, diff, snapshot_dir
+from tests.kit.oracle import MemorySink, diff, snapshot_dir
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: overlayfs mounts")]
 

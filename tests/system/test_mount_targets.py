@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from dsec_layers.errors import Conflict, HostError, NotFound, UsageError
-from dsec_layers.fuse import manager as module
+from dsec_layers.fuse.mounts import manager as module
 from dsec_layers.linux.mount import MountTarget, mount_bind, mount_overlay, umount
 from dsec_layers.linux.mountinfo import read_mounts
-from tests.cache_kit import Stage, unmount_below
+from tests.kit.cache_kit import Stage, unmount_below
 
 pytestmark = pytest.mark.root
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from dsec_layers import proc
-from dsec_layers.builders.compressed_child import compare_trees
-from dsec_layers.builders.pack import PackResult, pack_layer
+from dsec_layers.builders.pack.compressed_child import compare_trees
+from dsec_layers.builders.pack.layer import PackResult, pack_layer
 from dsec_layers.builders.sources.directory import DirectorySource
 from dsec_layers.errors import CorruptError, DsecError, HostError, InputError, NoSpace, ToolError
 from dsec_layers.layers import descriptor as d
@@ -21,8 +21,8 @@ from dsec_layers.registry.objects import load_config
 from dsec_layers.store.base import Store
 from dsec_layers.store.memory import MemoryStore
 from dsec_layers.store.posix import PosixStore
+from tests.kit.pack_inputs import Files, Pieces, noise, pack, text
 from tests.kit.store_faulty import Fault, FaultyStore
-from tests.pack_inputs import Files, Pieces, noise, pack, text
 
 pytestmark = pytest.mark.root
 

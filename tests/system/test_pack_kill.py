@@ -19,14 +19,14 @@ import pytest
 from dsec_layers import proc
 from dsec_layers.api.build import import_source
 from dsec_layers.api.session import Session
-from dsec_layers.builders.pack import pack_layer
+from dsec_layers.builders.pack.layer import pack_layer
 from dsec_layers.builders.sources.detect import detect
 from dsec_layers.errors import NoSpace
 from dsec_layers.layers.descriptor import Kind
 from dsec_layers.registry.objects import find_objects
 from dsec_layers.registry.verify import verify
 from dsec_layers.store.posix import PosixStore
-from tests.pack_inputs import noise, text
+from tests.kit.pack_inputs import noise, text
 
 SERVER = """
 import os, signal, sys

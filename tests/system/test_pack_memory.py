@@ -10,7 +10,7 @@ from dsec_layers import proc
 
 SCRIPT = """
 import random, stat, sys
-from dsec_layers.builders.pack import pack_layer
+from dsec_layers.builders.pack.layer import pack_layer
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.layers.descriptor import Kind
 from dsec_layers.store.posix import PosixStore

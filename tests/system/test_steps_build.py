@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from dsec_layers import proc
-from dsec_layers.builders import steps
-from dsec_layers.builders.layerfile import build_layerfile
-from dsec_layers.builders.pack import PackResult, pack_layer
-from dsec_layers.builders.recipe import parse_recipe
+from dsec_layers.builders.layerfile import steps
+from dsec_layers.builders.layerfile.build import build_layerfile
+from dsec_layers.builders.layerfile.recipe import parse_recipe
+from dsec_layers.builders.pack.layer import PackResult, pack_layer
 from dsec_layers.builders.sources.directory import DirectorySource
 from dsec_layers.digest import Digest
 from dsec_layers.erofs.reader import Image

@@ -9,19 +9,19 @@ from typing import Any, Literal
 
 import pytest
 
-from dsec_layers.api.content import open_layer
-from dsec_layers.builders.pack_foreign import ForeignSegment, check_segment
+from dsec_layers.builders.pack.foreign import ForeignSegment, check_segment
 from dsec_layers.digest import Digest, content_digest
 from dsec_layers.errors import CorruptError, ImageError
 from dsec_layers.layers.frames import compress, skippable
 from dsec_layers.registry.catalog import SegmentAt
+from dsec_layers.registry.content import open_layer
 from dsec_layers.registry.objects import load_layer, load_metadata
 from dsec_layers.registry.verify import verify
 from dsec_layers.segment import Segment, read_segment
 from dsec_layers.store.memory import MemoryStore
 from dsec_layers.store.transfer import put_bytes
 from tests.kit.store_faulty import Fault, FaultyStore
-from tests.store_samples import content, make_layer
+from tests.kit.store_samples import content, make_layer
 
 MIB = 1 << 20
 
