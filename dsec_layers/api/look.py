@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsec_layers.api.session import Session
-from dsec_layers.builders.overlay.view import Entry, merge, walk
 from dsec_layers.digest import Digest, is_digest
 from dsec_layers.errors import CorruptError, ImageError, InputError, LimitError, NotFound
 from dsec_layers.layers.descriptor import Kind
 from dsec_layers.layers.disk import DiskImage
-from dsec_layers.layers.manifest import Environment, Layer, Object
-from dsec_layers.registry.content import LayerContent, open_layer
-from dsec_layers.registry.objects import load_config, load_disk_config, load_layer, load_object, resolve, resolve_any
+from dsec_layers.layers.manifest import Layer, Object
+from dsec_layers.registry.content import LayerContent
+from dsec_layers.registry.objects import load_config, load_disk_config, load_layer, load_object, members_of, resolve_any
+from dsec_layers.registry.view import Entry, open_view, walk
 
-__all__ = ["BlobUse", "Change", "Difference", "Inspection", "LayerSummary", "Listed", "TreeEntry", "diff", "inspect", "ls", "open_view"]
+__all__ = ["BlobUse", "Change", "Difference", "Inspection", "LayerSummary", "Listed", "TreeEntry", "diff", "inspect", "ls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def inspect(session: Session, text: str, *, tree: bool = False, depth: int = 2) 
             raise
         return _inspect_blob(session, text)
     summary, size = _summaries(session, digest, found)
-    entries = _tree(open_view(session, text), depth) if tree else ()
+    entries = _tree(open_view(session.store, text), depth) if tree else ()
     kind = f"layer ({found.kind})" if isinstance(found, Layer) else _kind(found)
     return Inspection(text, kind, digest, size, _stored(summary), summary, entries)
 
@@ -150,15 +150,9 @@ def _inspect_blob(session: Session, digest: Digest) -> Inspection:
     return Inspection(digest, f"blob ({', '.join(roles) or 'nothing refers to it'})", digest, 0, size, tuple(users.values()))
 
 
-def open_view(session: Session, text: str) -> Entry:
-    """The merged view of a layer or environment, read from the store."""
-    digest, found = resolve(session.store, text)
-    return merge([open_layer(session.store, item) for item, _ in _layers(session, digest, found)])
-
-
 def diff(session: Session, left: str, right: str) -> Difference:
     """Compare two layers or environments as they would show when mounted. Content is fetched only where its chunks are not the same stored bytes."""
-    before, after = dict(walk(open_view(session, left))), dict(walk(open_view(session, right)))
+    before, after = dict(walk(open_view(session.store, left))), dict(walk(open_view(session.store, right)))
     changes = []
     for path in sorted(before.keys() | after.keys()):
         kind = _compare(before.get(path), after.get(path))
@@ -182,7 +176,7 @@ def _summaries(session: Session, digest: Digest, found: Object) -> tuple[tuple[L
     """What an object consists of, and the bytes of its content."""
     if isinstance(found, DiskImage):
         return _disk_summary(session, digest, found)
-    summary = tuple(_summary(session, item, layer) for item, layer in _layers(session, digest, found))
+    summary = tuple(_summary(session, item, load_layer(session.store, item)) for item in members_of(digest, found))
     return summary, sum(item.counts.get("bytes", 0) for item in summary)
 
 
@@ -197,12 +191,6 @@ def _disk_summary(session: Session, digest: Digest, disk: DiskImage) -> tuple[tu
         digest, "disk", config.name, "overlaybd", "", None, {}, counts, config.recipe or {}, config.builder, tuple(blobs)
     )  # fmt: skip
     return (summary,), config.virtual_size
-
-
-def _layers(session: Session, digest: Digest, found: Layer | Environment) -> list[tuple[Digest, Layer]]:
-    if isinstance(found, Layer):
-        return [(digest, found)]
-    return [(item.digest, load_layer(session.store, item.digest)) for _, item in found.layers]
 
 
 def _summary(session: Session, digest: Digest, layer: Layer) -> LayerSummary:
