@@ -2,7 +2,7 @@
 
     layerfile/   layer files: schema, steps, step cache, Debian bases
     sources/     tar, OCI, docker archive, directory: each becomes a tree and calls of a ContentSink
-    output/      trees on their way out: a directory, a tar
+    output/      trees on their way out: a directory, a tar, an OCI image
     overlay/     names above names: whiteouts, opaque marks, merged views
     pack/        content to chunks, segments and a published layer
 

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from itertools import chain
+from typing import BinaryIO
 
 from dsec_layers.digest import Buffer
 from dsec_layers.erofs.tree import BLOCK, HOLE, Inode, Tree
 from dsec_layers.erofs.writer import render
 from dsec_layers.layers.manifest import Layer
+from dsec_layers.progress import SILENT, Progress
 from dsec_layers.registry.content import LayerContent, open_layer
 from dsec_layers.registry.objects import resolve
 from dsec_layers.registry.view import Entry, open_view
 from dsec_layers.store.base import Store
 
-__all__ = ["flat_image", "flat_pieces"]
+__all__ = ["flat_image", "write_flat"]
 
 
-def flat_pieces(store: Store, text: str) -> Iterator[Buffer]:
-    """The flat EROFS image of a layer or of an environment's merged view: metadata, then every segment it uses."""
+def write_flat(store: Store, text: str, stream: BinaryIO, progress: Progress = SILENT) -> int:
+    """Write the flat image of the layer or environment that ``text`` names; the bytes written."""
     image, segments = flat_image(store, text)
-    yield image
-    for owner, index in segments:
-        yield owner.segment(index)
+    written = 0
+    with progress.task(f"exporting {text}") as task:
+        for piece in chain([image], (owner.segment(index) for owner, index in segments)):
+            stream.write(piece)
+            written += len(piece)
+            task.advance(len(piece))
+    return written
 
 
 def flat_image(store: Store, text: str) -> tuple[Buffer, list[tuple[LayerContent, int]]]:

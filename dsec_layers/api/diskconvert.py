@@ -14,7 +14,6 @@ from dsec_layers.api.diskinputs import BlobFile, DiskInput, made_ext4, open_inpu
 from dsec_layers.api.disks import FORMATS, PACKINGS, DiskInfo, Sealed, find_disk, info, pieces, publish_as, store_of
 from dsec_layers.api.environment import Verified
 from dsec_layers.api.session import Session
-from dsec_layers.builders.output.ocilayout import LayoutWriter
 from dsec_layers.disks.files import DiskFiles, GenerationReader, check_size
 from dsec_layers.disks.source import ReadOnlySource
 from dsec_layers.disks.state import read_state
@@ -23,6 +22,7 @@ from dsec_layers.errors import Conflict, CorruptError, DsecError, ToolError, Usa
 from dsec_layers.fsio import map_os_error, publish, publish_directory, publish_new, pwrite_all
 from dsec_layers.fuse.nbd import Export, run_captive
 from dsec_layers.layers.disk import DiskLayer
+from dsec_layers.ocilayout import LayoutWriter
 from dsec_layers.overlaybd import Disk, LsmtLayer, Packing
 from dsec_layers.overlaybd import merge as merge_layers
 from dsec_layers.overlaybd.config import ImageConfig, LowerConfig, render_config
