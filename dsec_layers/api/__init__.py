@@ -4,10 +4,9 @@ One module a verb or a family of them: open what the session gives, call engines
 
 Face::
 
-    background   attach_detached
     build        build, Built, clear_steps, import_source
-    diskconvert  convert, merge, resize, seal, verify
-    disks        attach, Attached, branch, commit, create, detach, DiskInfo, info, Sealed, snapshot
+    diskconvert  convert, merge, seal
+    disks        attach, attach_detached, Attached, branch, commit, create, detach, DiskInfo, info, resize, Sealed, snapshot, verify
     doctor       Check, doctor
     environment  Created, env_create, gc, pull, push, rm, Verified, verify
     export       export, Exported

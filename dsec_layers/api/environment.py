@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dsec_layers.api.results import Verified
 from dsec_layers.api.session import Session
 from dsec_layers.digest import Digest, is_digest
 from dsec_layers.errors import NotFound, UsageError
@@ -30,18 +31,6 @@ class Created:
     name: str
     digest: Digest
     layers: tuple[tuple[str, Digest], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """What ``verify`` found of one object: how many blobs it has, their bytes, and each problem as a sentence; ``repaired``: blobs fetched anew."""
-
-    name: str
-    digest: Digest
-    blobs: int
-    bytes: int
-    problems: tuple[str, ...]
-    repaired: tuple[Digest, ...] = ()
 
 
 def env_create(session: Session, name: str, *, base: str, workspace: str | None = None, toolkits: Sequence[str] = ()) -> Created:

@@ -7,20 +7,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsec_layers.api.disks import opened, pieces
 from dsec_layers.api.session import Session
-from dsec_layers.cache.flat import FlatImage, PieceOpener
 from dsec_layers.disks.attach import export_of
+from dsec_layers.disks.place import flat_source, opened, pieces
 from dsec_layers.disks.source import MINIMUM_BLOCK, ReadOnlySource
 from dsec_layers.disks.state import STATE
 from dsec_layers.disks.stored import StoredDisk
 from dsec_layers.fuse.nbd import Export, run_captive, serve
 from dsec_layers.layers.disk import DiskImage
 from dsec_layers.overlaybd import Disk
-from dsec_layers.registry.flat import flat_image
 from dsec_layers.registry.objects import resolve_any
 
-__all__ = ["Serving", "export", "flat_source", "run", "serve_ref"]
+__all__ = ["Serving", "export", "run", "serve_ref"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +76,3 @@ def run(session: Session, text: str, command: Sequence[str], *, read_only: bool 
     """
     with export(session, text, read_only=read_only) as made:
         return run_captive([made], command, env=environ, progress=session.progress)
-
-
-def flat_source(session: Session, text: str, opener: PieceOpener) -> FlatImage:
-    """The flat EROFS image of a layer or environment, read lazily. Close it."""
-    image, segments = flat_image(session.store, text)
-    session.cache.mkdir(parents=True, exist_ok=True)
-    return FlatImage.spooled(image, [owner.place(index) for owner, index in segments], opener, session.cache)

@@ -5,18 +5,53 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from dsec_layers.disks.local import LocalDisk
 from dsec_layers.disks.owner import ControlServer
+from dsec_layers.disks.place import Place, opened
 from dsec_layers.disks.source import MINIMUM_BLOCK, ReadOnlySource, WritableDiskSource
 from dsec_layers.fuse.nbd import Export, Server, serve
 from dsec_layers.progress import SILENT, Progress
 
-__all__ = ["SOCKET", "export_of", "serve_disk"]
+__all__ = ["SOCKET", "Attached", "attach", "export_of"]
 
 SOCKET: Final = "nbd.sock"
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A disk that is served, and what was wrong with it before (empty: nothing)."""
+
+    path: str
+    uri: str
+    recovered: str
+
+
+def attach(
+    place: Place,
+    path: str | Path,
+    *,
+    unix: Path | None = None,
+    port: int | None = None,
+    read_only: bool = False,
+    ready: Callable[[Attached], None] = lambda attached: None,
+) -> None:
+    """Serve a writable disk over NBD until SIGTERM, SIGINT or ``detach``; for a program's main thread. ``ready`` is told where, once clients can connect.
+
+    Listens on ``unix`` (default: ``nbd.sock`` in the disk's directory), or on the loopback's ``port``.
+    """
+    path = Path(path).absolute()
+    with opened(place, path) as disk:
+        if disk.recovered:
+            place.progress.warning(f"{path}: {disk.recovered}: cut off; nothing that was flushed is lost")
+        chosen = unix if unix or port is not None else path / SOCKET
+        _serve(
+            disk, unix=chosen, port=port, read_only=read_only, progress=place.progress,
+            ready=lambda uri: ready(Attached(str(path), uri, disk.recovered)),
+        )  # fmt: skip
 
 
 def export_of(disk: LocalDisk, *, read_only: bool = False) -> Export:
@@ -25,7 +60,7 @@ def export_of(disk: LocalDisk, *, read_only: bool = False) -> Export:
     return Export(source, description=str(disk.path), read_only=read_only, minimum_block=MINIMUM_BLOCK)
 
 
-def serve_disk(
+def _serve(
     disk: LocalDisk,
     *,
     unix: Path | None = None,

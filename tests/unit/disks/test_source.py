@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from dsec_layers.api.diskconvert import seal
-from dsec_layers.api.disks import branch, opened
+from dsec_layers.api.disks import branch
 from dsec_layers.api.nbd import export
 from dsec_layers.disks.attach import export_of
 from dsec_layers.disks.files import create_files
+from dsec_layers.disks.place import opened
 from dsec_layers.fuse.nbd import Server
 from dsec_layers.fuse.nbd.protocol import NBD_STATE_HOLE, NBD_STATE_ZERO
 from dsec_layers.overlaybd import Disk
