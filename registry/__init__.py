@@ -4,7 +4,7 @@ Reads and writes a store; mounts nothing and needs no root.
 
 Face::
 
-    catalog  Catalog, ChunkAt, SegmentAt
+    catalog  Catalog, ChunkAt, Indexed, SegmentAt
     collect  GRACE, remove_ref, sweep, Sweep
     content  LayerContent, open_layer
     copy     Copied, copy_object

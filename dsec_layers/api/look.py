@@ -17,7 +17,7 @@ from dsec_layers.registry.content import LayerContent
 from dsec_layers.registry.objects import load_config, load_disk_config, load_layer, load_object, members_of, resolve_any
 from dsec_layers.registry.view import Entry, open_view, walk
 
-__all__ = ["BlobUse", "Change", "Difference", "Inspection", "LayerSummary", "Listed", "TreeEntry", "diff", "inspect", "ls"]
+__all__ = ["BlobUse", "Change", "Difference", "Inspection", "LayerSummary", "Listed", "TreeEntry", "diff", "inspect", "ls", "names"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +117,11 @@ def ls(session: Session, prefix: str = "") -> list[Listed]:
             session.progress.warning(f"{ref.name}: {error.message}")
             rows.append(Listed(ref.name, "damaged", ref.digest, 0, 0))
     return rows
+
+
+def names(session: Session, prefix: str = "") -> list[str]:
+    """The names of the refs that begin with ``prefix``, whether what they name can be read or not."""
+    return [ref.name for ref in session.store.list_refs(prefix)]
 
 
 def inspect(session: Session, text: str, *, tree: bool = False, depth: int = 2) -> Inspection:
