@@ -13,7 +13,7 @@ from dsec_layers.errors import CorruptError, ImageError, InputError, LimitError,
 from dsec_layers.layers.descriptor import Kind
 from dsec_layers.layers.disk import DiskImage
 from dsec_layers.layers.manifest import Layer, Object
-from dsec_layers.registry.content import LayerContent
+from dsec_layers.registry.compare import Change, compare
 from dsec_layers.registry.objects import load_config, load_disk_config, load_layer, load_object, members_of, resolve_any
 from dsec_layers.registry.view import Entry, open_view, walk
 
@@ -84,16 +84,6 @@ class Inspection:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """A path that differs: ``change`` is added, removed, content, attributes or type; sizes in bytes before and after."""
-
-    path: str
-    change: str
-    before: int
-    after: int
-
-
-@dataclass(frozen=True, slots=True)
 class Difference:
     """What ``diff`` found. ``bytes_added``/``bytes_removed`` count file content that only one side has."""
 
@@ -157,12 +147,7 @@ def _inspect_blob(session: Session, digest: Digest) -> Inspection:
 
 def diff(session: Session, left: str, right: str) -> Difference:
     """Compare two layers or environments as they would show when mounted. Content is fetched only where its chunks are not the same stored bytes."""
-    before, after = dict(walk(open_view(session.store, left))), dict(walk(open_view(session.store, right)))
-    changes = []
-    for path in sorted(before.keys() | after.keys()):
-        kind = _compare(before.get(path), after.get(path))
-        if kind:
-            changes.append(Change(_text(path) or "/", kind, _size(before.get(path)), _size(after.get(path))))
+    changes = list(compare(open_view(session.store, left), open_view(session.store, right)))
     added = sum(change.after for change in changes if change.change in ("added", "content", "type"))
     removed = sum(change.before for change in changes if change.change in ("removed", "content", "type"))
     counts: dict[str, int] = {}
@@ -235,71 +220,6 @@ def _tree(root: Entry, depth: int) -> tuple[TreeEntry, ...]:
         for path, entry in paths.items()
         if (path.count(b"/") + 1 if path else 0) <= depth
     )
-
-
-def _compare(left: Entry | None, right: Entry | None) -> str | None:
-    if left is None or right is None:
-        return "added" if left is None else "removed"
-    a, b = left.inode, right.inode
-    if stat.S_IFMT(a.mode) != stat.S_IFMT(b.mode):
-        return "type"
-    if a.size != b.size or (stat.S_ISLNK(a.mode) and a.data != b.data) or (stat.S_ISREG(a.mode) and not _same_content(left, right)):
-        return "content"
-    attributes = ("mode", "uid", "gid", "mtime", "mtime_ns", "rdev")
-    if any(getattr(a, name) != getattr(b, name) for name in attributes) or left.xattrs != right.xattrs:
-        return "attributes"
-    return None
-
-
-def _same_content(left: Entry, right: Entry) -> bool:
-    chunked = left.inode.data is None and right.inode.data is None and left.inode.chunk_bits == right.inode.chunk_bits
-    return (chunked and _places(left) == _places(right)) or _bytes_equal(left, right)
-
-
-def _places(entry: Entry) -> list[tuple[bytes, int, int]]:
-    table = entry.layer.table
-    return [
-        (table[device - 1]["digest"].tobytes() if device else b"", block, length)
-        for device, block, length in entry.layer.extents(entry.inode)
-    ]
-
-
-def _bytes_equal(left: Entry, right: Entry) -> bool:
-    sides = [_ByteReader(left.layer, left), _ByteReader(right.layer, right)]
-    remaining = left.inode.size
-    while remaining:
-        count = min(remaining, 1 << 20)
-        if sides[0].read(count) != sides[1].read(count):
-            return False
-        remaining -= count
-    return True
-
-
-class _ByteReader:
-    def __init__(self, layer: LayerContent, entry: Entry) -> None:
-        self._pieces = layer.pieces(entry.inode)
-        self._rest: bytes | memoryview | int = b""
-
-    def read(self, count: int) -> bytes:
-        parts: list[bytes] = []
-        while count:
-            size = self._rest if isinstance(self._rest, int) else len(self._rest)
-            if not size:
-                self._rest = next(self._pieces)
-                continue
-            take = min(count, size)
-            if isinstance(self._rest, int):
-                parts.append(bytes(take))
-                self._rest -= take
-            else:
-                parts.append(bytes(self._rest[:take]))
-                self._rest = self._rest[take:]
-            count -= take
-        return b"".join(parts)
-
-
-def _size(entry: Entry | None) -> int:
-    return 0 if entry is None or entry.children is not None else entry.inode.size
 
 
 def _type(mode: int) -> str:

@@ -4,16 +4,15 @@ The formats are overlaybd's, the protocol towards the guest is fuse/nbd's; here 
 
 Face::
 
-    attach      attach, Attached, export_of, SOCKET
+    attach      attach, Attached, open_export, SOCKET
     background  start_server
     convert     OUTPUTS, publish_input, write_disk
     ext4        make_ext4, size_for
     files       check_size, create_files, DiskFiles, GenerationReader
     inputs      made_ext4, open_input
     owner       owner_of, served
-    place       below, find_disk, flat_source, opened, pieces, store_of
+    place       below, find_disk, opened, pieces, store_of
     sealing     check_format, FORMATS, fs_type_of, pack, pack_frozen, publish_as, Sealed
-    source      MINIMUM_BLOCK, ReadOnlySource
-    state       Parent, read_state, STATE
+    state       Parent, read_state
     stored      StoredDisk
 """
