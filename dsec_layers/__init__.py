@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dsec_layers.api.build import Built, build, import_source
+    from dsec_layers.api.catalog import Indexed, catalog_rebuild
     from dsec_layers.api.doctor import Check, doctor
     from dsec_layers.api.environment import Created, Verified, env_create, gc, pull, push, rm, verify
     from dsec_layers.api.export import Exported, export
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "dsec_layers.api.build": ("Built", "build", "import_source"),
+    "dsec_layers.api.catalog": ("Indexed", "catalog_rebuild"),
     "dsec_layers.api.doctor": ("Check", "doctor"),
     "dsec_layers.api.environment": ("Created", "Verified", "env_create", "gc", "pull", "push", "rm", "verify"),
     "dsec_layers.api.export": ("Exported", "export"),
@@ -46,6 +48,7 @@ __all__ = [
     "Difference",
     "DsecError",
     "Exported",
+    "Indexed",
     "Inspection",
     "Listed",
     "Ran",
@@ -54,6 +57,7 @@ __all__ = [
     "build",
     "cache_clear",
     "cache_show",
+    "catalog_rebuild",
     "diff",
     "doctor",
     "env_create",

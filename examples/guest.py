@@ -17,8 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from dsec_layers import Session, export, import_source, stop
-from dsec_layers.api.background import attach_detached
-from dsec_layers.api.disks import branch, commit, create, detach
+from dsec_layers.api.disks import attach_detached, branch, commit, create, detach
 from dsec_layers.disks.attach import SOCKET
 from dsec_layers.errors import DsecError
 from tests.kit.guest import Guest, Kernel, boot, busybox_root, cache_directory, find_kernel, pad_image
@@ -55,7 +54,7 @@ def make_layers(session: Session, work: Path) -> list[Path]:
 @contextmanager
 def guest_on(session: Session, kernel: Kernel, images: list[Path], disk: Path) -> Iterator[Guest]:
     """A guest whose disk has a server of its own."""
-    attach_detached(session.store_url, session.cache, disk)
+    attach_detached(session, disk)
     try:
         with boot(kernel, images, disk / SOCKET) as guest:
             guest.run(f"hostname {disk.name}; mkdir -p /work")

@@ -47,6 +47,7 @@ __all__ = [
     "load_layer",
     "load_metadata",
     "load_object",
+    "members_of",
     "peek",
     "publish_object",
     "put_blob",
@@ -174,6 +175,11 @@ def resolve(store: Store, text: str) -> tuple[Digest, Layer | Environment]:
     if isinstance(found, DiskImage):
         raise UsageError(f"{text} is a disk, not a layer or environment", hint="dsec-layers disk and nbd take disks")
     return digest, found
+
+
+def members_of(digest: Digest, found: Layer | Environment) -> list[Digest]:
+    """The layers of an object from bottom to top: a layer is its own only one."""
+    return [digest] if isinstance(found, Layer) else [item.digest for _, item in found.layers]
 
 
 def resolve_any(store: Store, text: str) -> tuple[Digest, Object]:

@@ -37,7 +37,7 @@ from dsec_layers.layers.descriptor import Kind
 from dsec_layers.layers.manifest import Layer, LayerConfig
 from dsec_layers.progress import SILENT, Progress
 from dsec_layers.registry.catalog import Catalog
-from dsec_layers.registry.objects import load_config, load_layer, load_metadata, resolve
+from dsec_layers.registry.objects import load_config, load_layer, load_metadata, members_of, resolve
 from dsec_layers.sandbox.variables import merge_variables
 from dsec_layers.store.base import Store
 
@@ -127,7 +127,7 @@ class _Build:
         self._reported = False
         if recipe.parent is not None:
             self.parent, found = resolve(place.store, recipe.parent)
-            self._members = [self.parent] if isinstance(found, Layer) else [item.digest for _, item in found.layers]
+            self._members = members_of(self.parent, found)
             self._layers = [load_layer(place.store, member) for member in self._members]
 
     # -- without steps

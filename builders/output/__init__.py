@@ -1,8 +1,8 @@
-"""Trees on their way out: written into a directory, or as a tar stream.
+"""Trees on their way out: written into a directory, as a tar stream, or as an OCI image.
 
 Face::
 
     directory  materialize
-    ocilayout  LayoutWriter
-    tar        TarWriter
+    oci        write_image
+    tar        write_tar
 """

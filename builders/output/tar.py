@@ -14,8 +14,11 @@ from typing import BinaryIO
 from dsec_layers.digest import Buffer
 from dsec_layers.erofs.tree import Inode
 from dsec_layers.errors import InputError
+from dsec_layers.progress import SILENT, Progress
+from dsec_layers.registry.view import open_view, walk
+from dsec_layers.store.base import Store
 
-__all__ = ["TarWriter"]
+__all__ = ["TarWriter", "write_tar"]
 
 _TYPES = {
     stat.S_IFREG: tarfile.REGTYPE,
@@ -27,6 +30,19 @@ _TYPES = {
 }
 _ZEROS = bytes(1 << 20)
 _RECORD = 10240
+
+
+def write_tar(store: Store, text: str, stream: BinaryIO, progress: Progress = SILENT) -> int:
+    """Write the merged view of the layer or environment that ``text`` names; the bytes written."""
+    writer = TarWriter(stream)
+    with progress.task(f"exporting {text}") as task:
+        for path, entry in walk(open_view(store, text)):
+            layer, inode = entry.layer, entry.inode
+            regular = stat.S_ISREG(inode.mode)
+            pieces, regions = (layer.pieces(inode), layer.regions(inode)) if regular else ((), None)
+            writer.add(path or b".", inode, pieces, regions, identity=entry.identity, xattrs=entry.xattrs)
+            task.advance(inode.size)
+    return writer.close()
 
 
 class TarWriter:
@@ -85,10 +101,11 @@ class TarWriter:
         info.mode = 0o644
         self._header(info, {})
 
-    def close(self) -> None:
-        """End the archive: two zero blocks, padded to a whole record."""
+    def close(self) -> int:
+        """End the archive: two zero blocks, padded to a whole record. The bytes of the whole."""
         self._write(bytes(1024))
         self._write(bytes(-self._written % _RECORD))
+        return self._written
 
     def _sparse(
         self, info: tarfile.TarInfo, pax: dict[str, str], size: int, pieces: Iterable[Buffer | int], regions: list[tuple[int, int]]

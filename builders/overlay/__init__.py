@@ -4,5 +4,4 @@ Face::
 
     stack  overlay_xattr, stack_uppers
     trees  cut_to_prefix, directory_like, drop_marks, drop_origins, exclude, leading, Lookup, rooted, Underneath
-    view   Entry, merge, walk
 """

@@ -4,14 +4,14 @@ One module a verb or a family of them: open what the session gives, call engines
 
 Face::
 
-    background   attach_detached
     build        build, Built, clear_steps, import_source
-    diskconvert  convert, merge, resize, seal, verify
-    disks        attach, Attached, branch, commit, create, detach, DiskInfo, info, Sealed, snapshot
+    catalog      catalog_rebuild, Indexed
+    diskconvert  convert, merge, seal
+    disks        attach, attach_detached, Attached, branch, commit, create, detach, DiskInfo, info, resize, Sealed, snapshot, verify
     doctor       Check, doctor
-    environment  Created, env_create, gc, pull, push, rm, Verified, verify
+    environment  Copied, Created, env_create, gc, pull, push, rm, rm_all, Verified, verify
     export       export, Exported
-    look         diff, Difference, inspect, Inspection, Listed, ls
+    look         diff, Difference, inspect, Inspection, Listed, ls, names
     mounts       cache_clear, cache_show, mount, ps, Ran, run, stop, umount
     nbd          run, serve_ref, Serving
     session      Session

@@ -14,10 +14,10 @@ from dsec_layers.builders.sources.base import Source
 from dsec_layers.builders.sources.detect import detect
 from dsec_layers.builders.sources.directory import OverlaySource
 from dsec_layers.digest import Digest
-from dsec_layers.errors import Conflict, DsecError, NotFound, UsageError
+from dsec_layers.errors import UsageError
 from dsec_layers.layers.descriptor import Kind
-from dsec_layers.registry.objects import hold, load_layer, load_object
-from dsec_layers.store.base import Store, check_ref
+from dsec_layers.registry.refs import current, layer_before, swap_ref
+from dsec_layers.store.base import check_ref
 
 __all__ = ["Built", "build", "clear_steps", "import_source"]
 
@@ -128,42 +128,6 @@ def clear_steps(session: Session) -> None:
 
     with StepCache(session.cache / "steps", limit=0):
         pass
-
-
-def current(store: Store, name: str) -> Digest | None:
-    """What ``name`` is now; None if it is nothing."""
-    try:
-        return store.get_ref(name).digest
-    except NotFound:
-        return None
-
-
-def layer_before(store: Store, before: Digest | None) -> Digest | None:
-    """``before`` if it names a layer that can be read: its chunks are looked up first."""
-    if before is None:
-        return None
-    try:
-        load_layer(store, before)
-    except DsecError:
-        return None
-    return before
-
-
-def swap_ref(store: Store, name: str, digest: Digest, before: Digest | None) -> None:
-    """Point ``name`` at ``digest`` if it still is what it was when the work began. Conflict if another build of the same name was faster."""
-    if before == digest and current(store, name) == digest:
-        return
-    hold(store, load_object(store, digest))  # touched, so that a collector running beside leaves it alone until the ref stands
-    store.touch(digest)
-    try:
-        store.set_ref(name, digest, expected=before)
-    except Conflict as error:
-        if current(store, name) == digest:
-            return
-        raise Conflict(
-            f"{name} was changed by somebody else while this build ran; the layer is stored as {digest}",
-            hint="build again to replace theirs; nothing needs to be stored twice",
-        ) from error
 
 
 def built(name: str, kind: Kind, packed: PackResult, seconds: float) -> Built:

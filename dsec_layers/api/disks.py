@@ -1,35 +1,30 @@
-"""Verbs on disks: ``disk create``, ``attach``, ``detach``, ``snapshot``, ``commit``, ``branch``, and ``nbd serve``."""
+"""Verbs on disks: ``disk create``, ``attach``, ``detach``, ``snapshot``, ``commit``, ``branch``, ``info``, ``resize``, and ``verify`` of one that is here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from importlib.metadata import version
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from dsec_layers.api.diskfrom import content
+from dsec_layers.api.results import Verified
 from dsec_layers.api.session import Session
-from dsec_layers.cache.flat import PieceOpener
+from dsec_layers.builders.unpacked import unpacked
 from dsec_layers.digest import Digest
-from dsec_layers.disks.attach import SOCKET, serve_disk
+from dsec_layers.disks.attach import Attached, attach
+from dsec_layers.disks.background import start_server
 from dsec_layers.disks.ext4 import make_ext4, size_for
-from dsec_layers.disks.files import GenerationReader, check_size, create_files
-from dsec_layers.disks.local import LocalDisk
-from dsec_layers.disks.opener import open_pieces
+from dsec_layers.disks.files import DiskFiles, GenerationReader, check_size, create_files
 from dsec_layers.disks.owner import owner_of, served
-from dsec_layers.disks.state import DiskState, Parent, read_state
-from dsec_layers.disks.stored import StoredDisk, publish_disk, publish_layer
-from dsec_layers.errors import Conflict, NotFound, UsageError
-from dsec_layers.layers.disk import DiskConfig, DiskImage, DiskLayer
-from dsec_layers.overlaybd import Algorithm, LsmtLayer, Packing, ZFileOptions, content_uuid, merge
-from dsec_layers.overlaybd.lsmt import NIL_UUID, Flags, Header
-from dsec_layers.overlaybd.segments import no_segments
-from dsec_layers.registry.copy import copy_object
-from dsec_layers.registry.objects import load_disk, load_disk_config, resolve_any, set_tag
-from dsec_layers.store.base import Store, check_ref
-from dsec_layers.store.open import open_store
+from dsec_layers.disks.place import below, find_disk, opened, store_of
+from dsec_layers.disks.sealing import FORMATS, Sealed, check_format, pack_frozen, publish_as
+from dsec_layers.disks.state import Parent, read_state
+from dsec_layers.errors import Conflict, DsecError, NotFound, UsageError
+from dsec_layers.layers.disk import DiskLayer
+from dsec_layers.registry.objects import load_disk_config
+from dsec_layers.registry.verify import verify as verify_object
+from dsec_layers.store.base import check_ref
 
 __all__ = [
     "FORMATS",
@@ -39,24 +34,19 @@ __all__ = [
     "Sealed",
     "Snapshot",
     "attach",
+    "attach_detached",
     "branch",
     "commit",
     "create",
     "detach",
     "info",
+    "opened",
+    "resize",
     "snapshot",
+    "verify",
 ]
 
 FILE_SYSTEMS: Final = ("none", "ext4")
-FORMATS: Final = ("zfile", "zfile-zstd", "lsmt")
-"""How a commit packs its layer: LZ4 blocks of 4 KiB, Zstandard blocks of 16 KiB, or plain."""
-
-_BUILDER: Final = f"dsec-layers {version('dsec-layers')}"
-PACKINGS: Final = {
-    "zfile": ZFileOptions(),
-    "zfile-zstd": ZFileOptions(Algorithm.ZSTD, 16384),
-    "lsmt": None,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,31 +63,11 @@ class DiskInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Attached:
-    """A disk that is served."""
-
-    path: str
-    uri: str
-    recovered: str
-
-
-@dataclass(frozen=True, slots=True)
 class Snapshot:
     """What ``snapshot`` froze: generations that are local still, from bottom to top."""
 
     path: str
     frozen: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Sealed:
-    """A disk in the store: its name, manifest, layers, size in bytes, and bytes that this commit added."""
-
-    name: str
-    digest: Digest
-    layers: int
-    virtual_size: int
-    stored_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +98,8 @@ def create(
         raise UsageError("a disk has either a parent, or a new file system (ext4) with or without content", hint="see disk create --help")
     path = Path(path)
     if mkfs == "ext4":
-        with content(session, source, path) as directory:
+        content = unpacked(session.store, source, path, session.mounted, session.progress) if source is not None else nullcontext()
+        with content as directory:
             wanted = size or (size_for(directory) if directory is not None else 0)
             _check_given(wanted)
             create_files(path, wanted, fill=lambda data, index: make_ext4(data, index, wanted, directory, epoch=epoch))
@@ -178,28 +149,11 @@ def info(path: str | Path) -> DiskInfo:
     )
 
 
-def attach(
-    session: Session,
-    path: str | Path,
-    *,
-    unix: Path | None = None,
-    port: int | None = None,
-    read_only: bool = False,
-    ready: Callable[[Attached], None] = lambda attached: None,
-) -> None:
-    """Serve a writable disk over NBD until SIGTERM, SIGINT or ``detach``; for a program's main thread. ``ready`` is told where, once clients can connect.
-
-    Listens on ``unix`` (default: ``nbd.sock`` in the disk's directory), or on the loopback's ``port``.
-    """
-    path = Path(path).absolute()
-    with opened(session, path) as disk:
-        if disk.recovered:
-            session.progress.warning(f"{path}: {disk.recovered}: cut off; nothing that was flushed is lost")
-        chosen = unix if unix or port is not None else path / SOCKET
-        serve_disk(
-            disk, unix=chosen, port=port, read_only=read_only, progress=session.progress,
-            ready=lambda uri: ready(Attached(str(path), uri, disk.recovered)),
-        )  # fmt: skip
+def attach_detached(
+    session: Session, path: str | Path, *, unix: Path | None = None, port: int | None = None, read_only: bool = False
+) -> Attached:
+    """Serve a disk as ``attach`` does, in a process of its own that stays. Raises what ``attach`` raises."""
+    return start_server(session.store_url, session.cache, Path(path), unix=unix, port=port, read_only=read_only)
 
 
 def detach(path: str | Path) -> DiskInfo:
@@ -229,88 +183,52 @@ def commit(session: Session, path: str | Path, name: str, *, format: str = "zfil
     What was written since the last commit becomes one layer. UsageError for an unknown format.
     """
     name = check_ref(name)
-    if format not in FORMATS:
-        raise UsageError(f"unknown layer format {format!r}", hint=f"one of {', '.join(FORMATS)}")
+    check_format(format)
     path = Path(path)
     with owner_of(path) as owner:
         state = owner.snapshot()
         layers, size = below(session, state.parent)
         new: tuple[DiskLayer, ...] = ()
         if state.frozen or size != state.virtual_size:
-            new = (_seal(session, path, state, layers, format, fs_type),)
+            new = (pack_frozen(session, path, state, layers, format, fs_type),)
             layers = (*layers, *new)
         made = publish_as(session, name, layers, state.virtual_size, {"format": format}, new)
         owner.rebase(state.parent, Parent(session.store.url, made.digest), state.frozen)
     return made
 
 
-def publish_as(
-    session: Session, name: str, layers: Sequence[DiskLayer], size: int, recipe: Mapping[str, Any], new: Sequence[DiskLayer]
-) -> Sealed:
-    """Publish a disk made of layers that are in the store, and name it. ``new``: those that were put there for it."""
-    digest = publish_disk(session.store, layers, DiskConfig(size, name, recipe, _BUILDER))
-    set_tag(session.store, name, digest)
-    added = sum(layer.blob.size + layer.pieces.size for layer in new)
-    return Sealed(name, digest, len(layers), size, added)
+def resize(path: str | Path, size: int) -> DiskInfo:
+    """Give a disk that nobody has open a larger size; what is beyond the old end reads as zeros. UsageError for a smaller one."""
+    path = Path(path)
+    check_size(size)
+    with DiskFiles(path) as files:
+        if size < files.state.virtual_size:
+            raise UsageError(f"{path} has {files.state.virtual_size} bytes and cannot shrink to {size}", hint="copy it to a smaller one")
+        if size > files.state.virtual_size:
+            files.begin(virtual_size=size).close()
+    return info(path)
 
 
-def find_disk(store: Store, text: str) -> tuple[Digest, DiskImage]:
-    """The sealed disk that ``text`` names. UsageError if it names something else."""
-    digest, found = resolve_any(store, text)
-    if not isinstance(found, DiskImage):
-        raise UsageError(f"{text} is no disk", hint="dsec-layers ls shows what is; disk create --from makes a disk of it")
-    return digest, found
-
-
-@contextmanager
-def pieces(session: Session) -> Iterator[PieceOpener]:
-    """Where this session's disks get their pieces."""
-    with open_pieces(session.cache, session.progress) as opener:
-        yield opener
-
-
-@contextmanager
-def opened(session: Session, path: Path) -> Iterator[LocalDisk]:
-    """A writable disk, open."""
-    parent = read_state(path).parent
-    if parent is None:
-        with LocalDisk(path, _no_parent) as disk:
-            yield disk
-        return
-    with pieces(session) as opener, LocalDisk(path, lambda parent: _open_parent(session, parent, opener)) as disk:
-        yield disk
-
-
-def _no_parent(parent: Parent) -> StoredDisk:
-    raise Conflict("the disk was committed just now", hint="try again")
-
-
-def _open_parent(session: Session, parent: Parent, opener: PieceOpener) -> StoredDisk:
-    store = store_of(session, parent)
-    return StoredDisk(store, load_disk(store, parent.digest).layers, opener)
-
-
-def store_of(session: Session, parent: Parent) -> Store:
-    """The store that holds a sealed disk."""
-    return session.store if parent.store == session.store.url else open_store(parent.store, create=False)
-
-
-def below(session: Session, parent: Parent | None) -> tuple[tuple[DiskLayer, ...], int]:
-    """The layers of the sealed disk below, which are in this session's store then, and its size in bytes; 0 for none."""
-    if parent is None:
-        return (), 0
-    if parent.store != session.store.url:
-        copy_object(store_of(session, parent), session.store, parent.digest, progress=session.progress)
-    image = load_disk(session.store, parent.digest)
-    return image.layers, load_disk_config(session.store, image).virtual_size
-
-
-def _seal(session: Session, path: Path, state: DiskState, below: Sequence[DiskLayer], format: str, fs_type: str) -> DiskLayer:
-    """One layer of a disk's frozen generations. The same input gives the same blob."""
-    parent = below[-1].uuid if below else NIL_UUID
-    with GenerationReader(path, state.frozen) as reader:
-        layers = reader.layers or [LsmtLayer(Header(Flags.UPPER_DATA), no_segments(), ())]
-        layers[-1] = replace(layers[-1], header=replace(layers[-1].header, virtual_size=state.virtual_size))
-        uuid = content_uuid(layers, parent)
-        writes = merge(layers, Packing(uuid, parent, zfile=PACKINGS[format], tar=True))
-        return publish_layer(session.store, writes, spool=path, uuid=uuid, fs_type=fs_type, progress=session.progress)
+def verify(session: Session, path: str | Path) -> Verified:
+    """Check a writable disk: its local generations, and every byte of the sealed disk below it."""
+    path = Path(path)
+    state = read_state(path)
+    problems: list[str] = []
+    report = None
+    try:
+        numbers = (*state.frozen, state.upper)
+        try:
+            with DiskFiles(path) as files:
+                for number in numbers:
+                    files.open(number).close()  # cuts off what a crash tore, as every opening does
+        except Conflict:
+            numbers = state.frozen  # it is attached: the upper is its server's affair
+        with GenerationReader(path, numbers):
+            pass
+    except DsecError as error:
+        problems.append(error.message)
+    if state.parent is not None:
+        report = verify_object(store_of(session, state.parent), state.parent.digest, deep=True, progress=session.progress)
+        problems += [str(finding) for finding in report.findings]
+    digest = state.parent.digest if state.parent else ""
+    return Verified(str(path), digest, report.blobs if report else 0, report.bytes if report else 0, tuple(problems))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dsec_layers.api.results import Verified
 from dsec_layers.api.session import Session
 from dsec_layers.digest import Digest, is_digest
 from dsec_layers.errors import NotFound, UsageError
@@ -20,7 +21,7 @@ from dsec_layers.registry.verify import verify as verify_object
 from dsec_layers.store.base import Ref, Store, check_ref
 from dsec_layers.store.open import open_store
 
-__all__ = ["Created", "Verified", "env_create", "gc", "pull", "push", "rm", "verify"]
+__all__ = ["Copied", "Created", "Verified", "env_create", "gc", "pull", "push", "rm", "rm_all", "verify"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +31,6 @@ class Created:
     name: str
     digest: Digest
     layers: tuple[tuple[str, Digest], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """What ``verify`` found of one object: how many blobs it has, their bytes, and each problem as a sentence; ``repaired``: blobs fetched anew."""
-
-    name: str
-    digest: Digest
-    blobs: int
-    bytes: int
-    problems: tuple[str, ...]
-    repaired: tuple[Digest, ...] = ()
 
 
 def env_create(session: Session, name: str, *, base: str, workspace: str | None = None, toolkits: Sequence[str] = ()) -> Created:
@@ -57,6 +46,13 @@ def env_create(session: Session, name: str, *, base: str, workspace: str | None 
 def rm(session: Session, name: str) -> Ref:
     """Remove a ref; returns what it was. Its blobs go when nothing else refers to them (``gc``)."""
     return remove_ref(session.store, name)
+
+
+def rm_all(session: Session, names: Sequence[str]) -> list[Ref]:
+    """Remove refs as ``rm`` does. NotFound before anything is removed if one of them is not there."""
+    for name in names:
+        session.store.get_ref(name)
+    return [rm(session, name) for name in names]
 
 
 def gc(session: Session, *, grace: float | None = None, dry_run: bool = False, force: bool = False) -> Sweep:

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsec_layers.api.session import Session
-from dsec_layers.builders.overlay.view import Entry, merge, walk
 from dsec_layers.digest import Digest, is_digest
 from dsec_layers.errors import CorruptError, ImageError, InputError, LimitError, NotFound
 from dsec_layers.layers.descriptor import Kind
 from dsec_layers.layers.disk import DiskImage
-from dsec_layers.layers.manifest import Environment, Layer, Object
-from dsec_layers.registry.content import LayerContent, open_layer
-from dsec_layers.registry.objects import load_config, load_disk_config, load_layer, load_object, resolve, resolve_any
+from dsec_layers.layers.manifest import Layer, Object
+from dsec_layers.registry.compare import Change, compare
+from dsec_layers.registry.objects import load_config, load_disk_config, load_layer, load_object, members_of, resolve_any
+from dsec_layers.registry.view import Entry, open_view, walk
 
-__all__ = ["BlobUse", "Change", "Difference", "Inspection", "LayerSummary", "Listed", "TreeEntry", "diff", "inspect", "ls", "open_view"]
+__all__ = ["BlobUse", "Change", "Difference", "Inspection", "LayerSummary", "Listed", "TreeEntry", "diff", "inspect", "ls", "names"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +84,6 @@ class Inspection:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """A path that differs: ``change`` is added, removed, content, attributes or type; sizes in bytes before and after."""
-
-    path: str
-    change: str
-    before: int
-    after: int
-
-
-@dataclass(frozen=True, slots=True)
 class Difference:
     """What ``diff`` found. ``bytes_added``/``bytes_removed`` count file content that only one side has."""
 
@@ -119,6 +109,11 @@ def ls(session: Session, prefix: str = "") -> list[Listed]:
     return rows
 
 
+def names(session: Session, prefix: str = "") -> list[str]:
+    """The names of the refs that begin with ``prefix``, whether what they name can be read or not."""
+    return [ref.name for ref in session.store.list_refs(prefix)]
+
+
 def inspect(session: Session, text: str, *, tree: bool = False, depth: int = 2) -> Inspection:
     """A layer, environment or disk by name or digest; with ``tree`` the paths down to ``depth`` and their sizes (UsageError for a disk).
 
@@ -131,7 +126,7 @@ def inspect(session: Session, text: str, *, tree: bool = False, depth: int = 2) 
             raise
         return _inspect_blob(session, text)
     summary, size = _summaries(session, digest, found)
-    entries = _tree(open_view(session, text), depth) if tree else ()
+    entries = _tree(open_view(session.store, text), depth) if tree else ()
     kind = f"layer ({found.kind})" if isinstance(found, Layer) else _kind(found)
     return Inspection(text, kind, digest, size, _stored(summary), summary, entries)
 
@@ -150,20 +145,9 @@ def _inspect_blob(session: Session, digest: Digest) -> Inspection:
     return Inspection(digest, f"blob ({', '.join(roles) or 'nothing refers to it'})", digest, 0, size, tuple(users.values()))
 
 
-def open_view(session: Session, text: str) -> Entry:
-    """The merged view of a layer or environment, read from the store."""
-    digest, found = resolve(session.store, text)
-    return merge([open_layer(session.store, item) for item, _ in _layers(session, digest, found)])
-
-
 def diff(session: Session, left: str, right: str) -> Difference:
     """Compare two layers or environments as they would show when mounted. Content is fetched only where its chunks are not the same stored bytes."""
-    before, after = dict(walk(open_view(session, left))), dict(walk(open_view(session, right)))
-    changes = []
-    for path in sorted(before.keys() | after.keys()):
-        kind = _compare(before.get(path), after.get(path))
-        if kind:
-            changes.append(Change(_text(path) or "/", kind, _size(before.get(path)), _size(after.get(path))))
+    changes = list(compare(open_view(session.store, left), open_view(session.store, right)))
     added = sum(change.after for change in changes if change.change in ("added", "content", "type"))
     removed = sum(change.before for change in changes if change.change in ("removed", "content", "type"))
     counts: dict[str, int] = {}
@@ -182,7 +166,7 @@ def _summaries(session: Session, digest: Digest, found: Object) -> tuple[tuple[L
     """What an object consists of, and the bytes of its content."""
     if isinstance(found, DiskImage):
         return _disk_summary(session, digest, found)
-    summary = tuple(_summary(session, item, layer) for item, layer in _layers(session, digest, found))
+    summary = tuple(_summary(session, item, load_layer(session.store, item)) for item in members_of(digest, found))
     return summary, sum(item.counts.get("bytes", 0) for item in summary)
 
 
@@ -197,12 +181,6 @@ def _disk_summary(session: Session, digest: Digest, disk: DiskImage) -> tuple[tu
         digest, "disk", config.name, "overlaybd", "", None, {}, counts, config.recipe or {}, config.builder, tuple(blobs)
     )  # fmt: skip
     return (summary,), config.virtual_size
-
-
-def _layers(session: Session, digest: Digest, found: Layer | Environment) -> list[tuple[Digest, Layer]]:
-    if isinstance(found, Layer):
-        return [(digest, found)]
-    return [(item.digest, load_layer(session.store, item.digest)) for _, item in found.layers]
 
 
 def _summary(session: Session, digest: Digest, layer: Layer) -> LayerSummary:
@@ -242,71 +220,6 @@ def _tree(root: Entry, depth: int) -> tuple[TreeEntry, ...]:
         for path, entry in paths.items()
         if (path.count(b"/") + 1 if path else 0) <= depth
     )
-
-
-def _compare(left: Entry | None, right: Entry | None) -> str | None:
-    if left is None or right is None:
-        return "added" if left is None else "removed"
-    a, b = left.inode, right.inode
-    if stat.S_IFMT(a.mode) != stat.S_IFMT(b.mode):
-        return "type"
-    if a.size != b.size or (stat.S_ISLNK(a.mode) and a.data != b.data) or (stat.S_ISREG(a.mode) and not _same_content(left, right)):
-        return "content"
-    attributes = ("mode", "uid", "gid", "mtime", "mtime_ns", "rdev")
-    if any(getattr(a, name) != getattr(b, name) for name in attributes) or left.xattrs != right.xattrs:
-        return "attributes"
-    return None
-
-
-def _same_content(left: Entry, right: Entry) -> bool:
-    chunked = left.inode.data is None and right.inode.data is None and left.inode.chunk_bits == right.inode.chunk_bits
-    return (chunked and _places(left) == _places(right)) or _bytes_equal(left, right)
-
-
-def _places(entry: Entry) -> list[tuple[bytes, int, int]]:
-    table = entry.layer.table
-    return [
-        (table[device - 1]["digest"].tobytes() if device else b"", block, length)
-        for device, block, length in entry.layer.extents(entry.inode)
-    ]
-
-
-def _bytes_equal(left: Entry, right: Entry) -> bool:
-    sides = [_ByteReader(left.layer, left), _ByteReader(right.layer, right)]
-    remaining = left.inode.size
-    while remaining:
-        count = min(remaining, 1 << 20)
-        if sides[0].read(count) != sides[1].read(count):
-            return False
-        remaining -= count
-    return True
-
-
-class _ByteReader:
-    def __init__(self, layer: LayerContent, entry: Entry) -> None:
-        self._pieces = layer.pieces(entry.inode)
-        self._rest: bytes | memoryview | int = b""
-
-    def read(self, count: int) -> bytes:
-        parts: list[bytes] = []
-        while count:
-            size = self._rest if isinstance(self._rest, int) else len(self._rest)
-            if not size:
-                self._rest = next(self._pieces)
-                continue
-            take = min(count, size)
-            if isinstance(self._rest, int):
-                parts.append(bytes(take))
-                self._rest -= take
-            else:
-                parts.append(bytes(self._rest[:take]))
-                self._rest = self._rest[take:]
-            count -= take
-        return b"".join(parts)
-
-
-def _size(entry: Entry | None) -> int:
-    return 0 if entry is None or entry.children is not None else entry.inode.size
 
 
 def _type(mode: int) -> str:

@@ -10,8 +10,7 @@ from typing import Any
 from dsec_layers.api.session import Session
 from dsec_layers.digest import Digest
 from dsec_layers.fuse.client.host import CacheReport, Cleared, Mounted
-from dsec_layers.layers.manifest import Layer
-from dsec_layers.registry.objects import load_config, load_layer, resolve
+from dsec_layers.registry.objects import load_config, load_layer, members_of, resolve
 from dsec_layers.sandbox import Bind, Network, RunSpec
 from dsec_layers.sandbox import run as run_sandbox
 from dsec_layers.sandbox.variables import merge_variables
@@ -110,8 +109,7 @@ def stop(session: Session, *, force: bool = False) -> None:
 
 def _members(session: Session, text: str) -> list[Digest]:
     """The layers of an object from bottom to top."""
-    digest, found = resolve(session.store, text)
-    return [digest] if isinstance(found, Layer) else [item.digest for _, item in found.layers]
+    return members_of(*resolve(session.store, text))
 
 
 def _warn(session: Session) -> None:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsec_layers.api.disks import opened, pieces
-from dsec_layers.api.export import flat_image
 from dsec_layers.api.session import Session
-from dsec_layers.cache.flat import FlatImage, PieceOpener
-from dsec_layers.disks.attach import export_of
-from dsec_layers.disks.source import MINIMUM_BLOCK, ReadOnlySource
-from dsec_layers.disks.state import STATE
-from dsec_layers.disks.stored import StoredDisk
-from dsec_layers.fuse.nbd import Export, run_captive, serve
-from dsec_layers.layers.disk import DiskImage
-from dsec_layers.overlaybd import Disk
-from dsec_layers.registry.objects import resolve_any
+from dsec_layers.disks.attach import open_export
+from dsec_layers.fuse.nbd import run_captive, serve
 
-__all__ = ["Serving", "export", "flat_source", "run", "serve_ref"]
+__all__ = ["Serving", "run", "serve_ref"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +23,6 @@ class Serving:
     uri: str
 
 
-@contextmanager
-def export(session: Session, text: str, *, read_only: bool = False) -> Iterator[Export]:
-    """What ``text`` names as an NBD export: the directory of a writable disk, or a sealed disk, layer or environment (those are read-only)."""
-    path = Path(text)
-    if (path / STATE).exists():
-        with opened(session, path.absolute()) as disk:
-            yield export_of(disk, read_only=read_only)
-        return
-    _, found = resolve_any(session.store, text)
-    with pieces(session) as opener:
-        if isinstance(found, DiskImage):
-            with StoredDisk(session.store, found.layers, opener) as stored:
-                yield Export(ReadOnlySource(Disk(stored.layers)), description=text, read_only=True, minimum_block=MINIMUM_BLOCK)
-            return
-        source = flat_source(session, text, opener)
-        try:
-            yield Export(source, description=text, read_only=True)
-        finally:
-            source.close()
-
-
 def serve_ref(
     session: Session,
     text: str,
@@ -64,7 +33,7 @@ def serve_ref(
     ready: Callable[[Serving], None] = lambda serving: None,
 ) -> None:
     """Serve what ``text`` names until SIGTERM or SIGINT; for a program's main thread. ``ready`` is told where, once clients can connect."""
-    with export(session, text, read_only=read_only) as made:
+    with open_export(session, text, read_only=read_only) as made:
         serve(
             [made], unix=unix, port=port, progress=session.progress,
             ready=lambda server: ready(Serving(text, made.source.size, made.disk is None, server.uri())),
@@ -76,12 +45,5 @@ def run(session: Session, text: str, command: Sequence[str], *, read_only: bool 
 
     ``environ``: the command's environment.
     """
-    with export(session, text, read_only=read_only) as made:
+    with open_export(session, text, read_only=read_only) as made:
         return run_captive([made], command, env=environ, progress=session.progress)
-
-
-def flat_source(session: Session, text: str, opener: PieceOpener) -> FlatImage:
-    """The flat EROFS image of a layer or environment, read lazily. Close it."""
-    image, segments = flat_image(session, text)
-    session.cache.mkdir(parents=True, exist_ok=True)
-    return FlatImage.spooled(image, [owner.place(index) for owner, index in segments], opener, session.cache)

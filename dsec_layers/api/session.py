@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from dsec_layers.digest import sha256_digest
+from dsec_layers.digest import Digest, sha256_digest
 from dsec_layers.errors import HostError
 from dsec_layers.progress import SILENT, Progress
 from dsec_layers.store.base import Store
@@ -56,6 +58,15 @@ class Session:
         if os.geteuid() != 0:
             raise HostError("mounts and sandboxes need root", hint="sudo; build, import, inspect, verify and export work without")
         return open_host(self.cache)
+
+    @contextmanager
+    def mounted(self, digest: Digest, target: Path, label: str) -> Iterator[None]:
+        """A layer or environment, mounted read-only on the existing directory ``target`` while the context lasts; ``label`` is its name in ``ps``."""
+        self.host.mount(self.store, digest, target, label=label, driver=self.driver)
+        try:
+            yield
+        finally:
+            self.host.umount(target)
 
     def close(self) -> None:
         """Close what was opened."""

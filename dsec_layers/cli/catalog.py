@@ -17,5 +17,7 @@ def command() -> None:
 @pass_app
 def rebuild(app: App) -> None:
     """Make the catalog anew from the store."""
-    made = app.session.catalog.rebuild(app.session.store)
+    from dsec_layers.api.catalog import catalog_rebuild
+
+    made = catalog_rebuild(app.session)
     app.console.result(made, lambda: app.console.out(str(made)))

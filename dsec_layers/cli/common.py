@@ -15,8 +15,8 @@ from dsec_layers.errors import DsecError
 
 if TYPE_CHECKING:
     from dsec_layers.api.build import Built
+    from dsec_layers.api.environment import Copied
     from dsec_layers.api.session import Session
-    from dsec_layers.registry.copy import Copied
 
 __all__ = ["REF", "App", "Command", "app_options", "limit_option", "pass_app", "show_built", "show_copied"]
 
@@ -73,9 +73,11 @@ class RefType(click.ParamType[str]):
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """The store's refs that begin with what is typed; none when the store cannot be read."""
+        from dsec_layers.api.look import names
+
         app = ctx.ensure_object(App)
         try:
-            return [CompletionItem(ref.name) for ref in app.session.store.list_refs(incomplete)]
+            return [CompletionItem(name) for name in names(app.session, incomplete)]
         except (DsecError, OSError):
             return []
 

@@ -74,16 +74,14 @@ def show(app: App, disk: Path) -> None:
 @pass_app
 def attach(app: App, disk: Path, socket: Path | None, port: int | None, read_only: bool, detach: bool) -> None:
     """Serve DISK over NBD, for a VMM or nbd-client; ends with Ctrl-C, SIGTERM or disk detach."""
-    from dsec_layers.api.background import attach_detached
-    from dsec_layers.api.disks import Attached
+    from dsec_layers.api.disks import Attached, attach_detached
     from dsec_layers.api.disks import attach as run
 
     def ready(attached: Attached) -> None:
         app.console.result(attached, lambda: app.console.out(attached.uri))
 
     if detach:
-        session = app.session
-        ready(Attached(**attach_detached(session.store_url, session.cache, disk, unix=socket, port=port, read_only=read_only)))
+        ready(attach_detached(app.session, disk, unix=socket, port=port, read_only=read_only))
     else:
         run(app.session, disk, unix=socket, port=port, read_only=read_only, ready=ready)
 
@@ -171,7 +169,7 @@ def merge(app: App, ref: str, name: str, keep: int, format_: str) -> None:
 @pass_app
 def resize(app: App, disk: Path, size: str) -> None:
     """Make DISK larger. It must not be attached; the guest then grows its file system (resize2fs)."""
-    from dsec_layers.api.diskconvert import resize as make
+    from dsec_layers.api.disks import resize as make
 
     wanted = parse_size(size)
     assert wanted is not None
@@ -237,7 +235,7 @@ def convert(
 @pass_app
 def verify(app: App, disk: Path) -> int:
     """Check DISK: its local generations open and fit together, and every byte of the sealed disk below matches its digest. Exit code 16 if not."""
-    from dsec_layers.api.diskconvert import verify as check
+    from dsec_layers.api.disks import verify as check
 
     report = check(app.session, disk)
 

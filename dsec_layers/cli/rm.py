@@ -13,11 +13,9 @@ from dsec_layers.cli.common import REF, App, Command, app_options, pass_app
 @pass_app
 def command(app: App, names: tuple[str, ...]) -> None:
     """Remove refs. Blobs stay until gc finds that nothing refers to them."""
-    from dsec_layers.api.environment import rm
+    from dsec_layers.api.environment import rm_all
 
-    for name in names:
-        app.session.store.get_ref(name)  # a mistyped name is told before anything is removed
-    removed = [rm(app.session, name) for name in names]
+    removed = rm_all(app.session, names)
 
     def show() -> None:
         for item in removed:

@@ -4,13 +4,15 @@ The formats are overlaybd's, the protocol towards the guest is fuse/nbd's; here 
 
 Face::
 
-    attach  export_of, serve_disk, SOCKET
-    ext4    make_ext4, make_image, size_for
-    files   check_size, create_files, DiskFiles, GenerationReader
-    local   LocalDisk
-    opener  open_pieces
-    owner   owner_of, served
-    source  MINIMUM_BLOCK, ReadOnlySource
-    state   DiskState, Parent, read_state, STATE
-    stored  publish_disk, publish_file, publish_layer, StoredDisk
+    attach      attach, Attached, open_export, SOCKET
+    background  start_server
+    convert     OUTPUTS, publish_input, write_disk
+    ext4        make_ext4, size_for
+    files       check_size, create_files, DiskFiles, GenerationReader
+    inputs      made_ext4, open_input
+    owner       owner_of, served
+    place       below, find_disk, opened, pieces, store_of
+    sealing     check_format, FORMATS, fs_type_of, pack, pack_frozen, publish_as, Sealed
+    state       Parent, read_state
+    stored      StoredDisk
 """

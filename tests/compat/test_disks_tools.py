@@ -12,9 +12,10 @@ import pytest
 
 from dsec_layers.api import nbd
 from dsec_layers.api.diskconvert import convert, seal
-from dsec_layers.api.disks import commit, create, find_disk, info, opened
+from dsec_layers.api.disks import commit, create, info
 from dsec_layers.api.session import Session
 from dsec_layers.digest import sha256_digest
+from dsec_layers.disks.place import find_disk, opened
 from dsec_layers.errors import ImageError, InputError, NoSpace, UsageError
 from dsec_layers.oci import descriptor_json
 from dsec_layers.overlaybd.oci import BlobInfo, layer_descriptor

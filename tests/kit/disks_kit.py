@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from dsec_layers.api import disks
 from dsec_layers.api.session import Session
 from dsec_layers.blocksource import BlockSource
 from dsec_layers.cache.fetch import FetchLimits
 from dsec_layers.cache.flat import PieceOpener
+from dsec_layers.disks import place
 from dsec_layers.disks.local import LocalDisk
 from dsec_layers.disks.opener import private_pieces
 from dsec_layers.disks.stored import StoredDisk
@@ -36,7 +36,7 @@ def quiet_session(
         with private_pieces(cache, opener, limits) as found:
             yield found
 
-    monkeypatch.setattr(disks, "open_pieces", pieces)
+    monkeypatch.setattr(place, "open_pieces", pieces)
     with Session(root / "store", root / "cache") as session:
         yield session
 
@@ -60,8 +60,8 @@ def content(source: BlockSource) -> bytes:
 
 def sealed_content(session: Session, name: str) -> bytes:
     """All bytes of a small sealed disk, read through pieces."""
-    _, image = disks.find_disk(session.store, name)
-    with disks.pieces(session) as opener, StoredDisk(session.store, image.layers, opener) as stored:
+    _, image = place.find_disk(session.store, name)
+    with place.pieces(session) as opener, StoredDisk(session.store, image.layers, opener) as stored:
         return content(Disk(stored.layers))
 
 

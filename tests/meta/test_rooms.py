@@ -96,3 +96,14 @@ def test_what_is_on_the_face_is_there(room: str) -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_every_room_says_what_it_is_for(room: str) -> None:
     assert ast.get_docstring(parsed(room)), f"{MODULES[room]} has no docstring"
+
+
+def test_the_command_line_takes_no_engine_from_the_session() -> None:
+    taken = [
+        f"{name}: session.{node.attr}"
+        for name in MODULES
+        if name.startswith("dsec_layers.cli")
+        for node in ast.walk(parsed(name))
+        if isinstance(node, ast.Attribute) and getattr(node.value, "attr", "") == "session" and node.attr in ("store", "catalog", "host")
+    ]
+    assert not taken

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from dsec_layers import Session, diff, export, import_source, inspect, ls, push, verify
-from dsec_layers.api.build import swap_ref
 from dsec_layers.errors import Conflict, CorruptError, NotFound, UsageError
 from dsec_layers.linux.mount import umount
 from dsec_layers.proc import PIPE, Completed, run, spawn
+from dsec_layers.registry.refs import swap_ref
 from dsec_layers.sandbox import RunSpec
 from dsec_layers.store.base import check_ref
 from dsec_layers.store.transfer import put_bytes

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from dsec_layers import Session, export, import_source, stop
-from dsec_layers.api.background import attach_detached
-from dsec_layers.api.disks import branch, commit, create, detach
+from dsec_layers.api.disks import attach_detached, branch, commit, create, detach
 from dsec_layers.disks.attach import SOCKET
 from dsec_layers.disks.owner import served
 from dsec_layers.errors import HostError, ToolError
@@ -89,7 +88,7 @@ def world(kernel: Kernel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @contextmanager
 def attached(world: World, disk: Path, *, port: int | None = None) -> Iterator[str]:
     """A disk with a server in a process of its own; the URI. Nothing is left of it afterwards."""
-    uri: str = attach_detached(world.session.store_url, world.session.cache, disk, port=port)["uri"]
+    uri = attach_detached(world.session, disk, port=port).uri
     try:
         yield uri
     finally:
@@ -159,7 +158,7 @@ def test_e6_a_server_killed_under_a_guest_that_writes_loses_nothing(world: World
         for written in (3, 12):
             wait_for(guest, f"written {written}\n")
             kill_server(disk)
-            assert attach_detached(world.session.store_url, world.session.cache, disk)["uri"] == uri
+            assert attach_detached(world.session, disk).uri == uri
         guest.finish(120)
         assert (
             guest.run("sync; echo 3 >/proc/sys/vm/drop_caches; cd /work && sha256sum -c /run/sums | grep -v ': OK' || echo whole")

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from dsec_layers.builders.overlay.view import walk
 from dsec_layers.proc import PIPE, Completed, run, spawn
+from dsec_layers.registry.view import open_view, walk
 from tests.kit.oracle import diff, snapshot_dir
 
 pytestmark = pytest.mark.root
@@ -69,7 +69,6 @@ def environment(dsec: Dsec, busybox_root: Path, home: Path) -> str:
 
 def test_mounted_environment_is_the_merged_view(dsec: Dsec, environment: str, home: Path, tmp_path: Path) -> None:
     from dsec_layers import Session
-    from dsec_layers.api.look import open_view
 
     target = tmp_path / "mnt"
     target.mkdir()
@@ -79,7 +78,7 @@ def test_mounted_environment_is_the_merged_view(dsec: Dsec, environment: str, ho
     assert before == 0
     mounted = snapshot_dir(target)
     with Session(home / "store", home / "cache") as session:
-        view = open_view(session, environment)
+        view = open_view(session.store, environment)
         assert {path for path, _ in walk(view)} == set(mounted)
         for path, entry in walk(view):
             if entry.children is None:

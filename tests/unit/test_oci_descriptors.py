@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from dsec_layers.api.diskinputs import oci_blobs
-from dsec_layers.builders.output.ocilayout import LayoutWriter
 from dsec_layers.digest import sha256_digest
+from dsec_layers.disks.inputs import oci_blobs
 from dsec_layers.errors import ImageError
 from dsec_layers.oci import MAX_SIZE, Descriptor, descriptor_json, parse_descriptor, parse_list
+from dsec_layers.ocilayout import LayoutWriter
 from dsec_layers.overlaybd.oci import BlobInfo, layer_descriptor
 
 DIGEST = "sha256:" + "ab" * 32

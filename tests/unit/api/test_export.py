@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from dsec_layers import Session, diff, env_create, export, import_source, inspect, ls, pull, push, rm, verify
+from dsec_layers import Session, catalog_rebuild, diff, env_create, export, import_source, inspect, ls, pull, push, rm, verify
+from dsec_layers.api.environment import rm_all
+from dsec_layers.api.look import names
 from dsec_layers.errors import Conflict, NotFound, UsageError
 from dsec_layers.proc import run
 from tests.kit.oracle import Snapshot, snapshot_dir, snapshot_tars
@@ -215,3 +217,19 @@ def test_two_exports_to_one_target_do_not_collide(session: Session, tree: Path, 
         export(session, "t:1", target, format=format)
     assert [path.name for path in target.parent.iterdir()] == ["target"]
     run(["diff", "-r", tmp_path / "alone", target])
+
+
+def test_the_catalog_is_made_anew_from_the_store(session: Session, tree: Path) -> None:
+    import_source(session, tree, kind="base", name="t:1")
+    made = catalog_rebuild(session)
+    assert (made.layers, made.skipped) == (1, ())
+    assert made.chunks > 0
+
+
+def test_all_refs_go_or_none(session: Session, tree: Path) -> None:
+    import_source(session, tree, kind="base", name="t:1")
+    with pytest.raises(NotFound):
+        rm_all(session, ["t:1", "t:2"])
+    assert names(session, "t:") == ["t:1"]
+    assert [ref.name for ref in rm_all(session, ["t:1"])] == ["t:1"]
+    assert names(session) == []

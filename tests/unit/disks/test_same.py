@@ -8,9 +8,10 @@ from uuid import UUID
 
 import pytest
 
-from dsec_layers.api.disks import FORMATS, branch, commit, create, find_disk, opened, snapshot
+from dsec_layers.api.disks import FORMATS, branch, commit, create, snapshot
 from dsec_layers.api.session import Session
 from dsec_layers.digest import Digest
+from dsec_layers.disks.place import find_disk, opened
 from tests.kit.disks_kit import noise, quiet_session, sealed_content
 
 MIB = 1 << 20

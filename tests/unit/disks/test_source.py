@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from dsec_layers.api.diskconvert import seal
-from dsec_layers.api.disks import branch, opened
-from dsec_layers.api.nbd import export
-from dsec_layers.disks.attach import export_of
+from dsec_layers.api.disks import branch
+from dsec_layers.disks.attach import export_of, open_export
 from dsec_layers.disks.files import create_files
+from dsec_layers.disks.place import opened
 from dsec_layers.fuse.nbd import Server
 from dsec_layers.fuse.nbd.protocol import NBD_STATE_HOLE, NBD_STATE_ZERO
 from dsec_layers.overlaybd import Disk
@@ -96,5 +96,5 @@ def test_sealed_disks_are_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with quiet_session(tmp_path, monkeypatch) as session:
         (tmp_path / "raw").write_bytes(noise(1, 65536))
         seal(session, str(tmp_path / "raw"), "d:1")
-        with export(session, "d:1") as made:
+        with open_export(session, "d:1") as made:
             assert made.disk is None and made.source.pread(0, 65536) == noise(1, 65536)

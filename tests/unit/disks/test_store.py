@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dsec_layers.api.diskconvert import convert, merge, resize, seal, verify
-from dsec_layers.api.disks import branch, commit, create, find_disk, info, opened, snapshot
+from dsec_layers.api.diskconvert import convert, merge, seal
+from dsec_layers.api.disks import branch, commit, create, info, resize, snapshot, verify
 from dsec_layers.api.environment import gc, pull, push, rm
 from dsec_layers.api.environment import verify as verify_refs
 from dsec_layers.api.look import inspect, ls
@@ -22,6 +22,7 @@ from dsec_layers.cache.flat import FlatImage, PieceSource
 from dsec_layers.descriptors import Descriptors
 from dsec_layers.digest import content_digest
 from dsec_layers.disks.opener import private_pieces
+from dsec_layers.disks.place import find_disk, opened
 from dsec_layers.disks.state import Parent, read_state
 from dsec_layers.errors import Conflict, CorruptError, DsecError, ImageError, StoreError, UsageError
 from dsec_layers.layers.disk import DISK, PIECE_SIZE, DiskConfig, DiskImage, pack_pieces, parse_pieces

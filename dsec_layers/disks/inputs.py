@@ -6,22 +6,19 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from dsec_layers.api.diskfrom import content
-from dsec_layers.api.disks import below, pieces
-from dsec_layers.api.nbd import flat_source
-from dsec_layers.api.session import Session
 from dsec_layers.blocksource import BlockSource, FileSource
 from dsec_layers.digest import Digest, check_digest
 from dsec_layers.disks.ext4 import make_image, size_for
 from dsec_layers.disks.files import GenerationReader
 from dsec_layers.disks.owner import owner_of
+from dsec_layers.disks.place import Place, below, flat_source, pieces
 from dsec_layers.disks.state import STATE
 from dsec_layers.disks.stored import StoredDisk
 from dsec_layers.errors import ImageError, InputError, NotFound
@@ -38,7 +35,7 @@ from dsec_layers.overlaybd.segments import SECTOR, Segments
 from dsec_layers.proc import find_tool, run
 from dsec_layers.registry.objects import resolve_any
 
-__all__ = ["BlobFile", "DiskInput", "made_ext4", "open_input"]
+__all__ = ["BlobFile", "DiskInput", "made_ext4", "oci_blobs", "open_input"]
 
 _QCOW2: Final = b"QFI\xfb"
 
@@ -54,7 +51,7 @@ class BlobFile:
 
 @dataclass(frozen=True, slots=True)
 class DiskInput:
-    """A disk to be read: its layers from bottom to top, each with what it is already: a layer of this session's store, a file, or neither."""
+    """A disk to be read: its layers from bottom to top, each with what it is already: a layer of this place's store, a file, or neither."""
 
     layers: tuple[LsmtLayer, ...]
     sources: tuple[DiskLayer | BlobFile | None, ...]
@@ -62,12 +59,12 @@ class DiskInput:
 
 
 @contextmanager
-def open_input(session: Session, text: str) -> Iterator[DiskInput]:
+def open_input(place: Place, text: str) -> Iterator[DiskInput]:
     """The disk that ``text`` names, open while the context lasts. What is attached is snapshotted first. Raises NotFound, ImageError, what reading raises."""
     path = Path(text)
     with ExitStack() as stack:
         if (path / STATE).exists():
-            yield _writable(session, path, stack)
+            yield _writable(place, path, stack)
         elif (path / "oci-layout").exists():
             yield _files(stack, oci_blobs(path))
         elif path.is_file() and path.name.endswith(".json"):
@@ -77,45 +74,44 @@ def open_input(session: Session, text: str) -> Iterator[DiskInput]:
         elif os.path.lexists(path) or text.startswith((".", "/")):
             raise NotFound(f"{path} is no disk, image file, config.v1.json or OCI layout")
         else:
-            yield _named(session, text, stack)
+            yield _named(place, text, stack)
 
 
 @contextmanager
-def made_ext4(session: Session, text: str, size: int | None = None, *, epoch: int = 0) -> Iterator[DiskInput]:
-    """A new ext4 file system with the content of a directory, tar, layer or environment, as a disk. ``size`` in bytes; default: what the content needs."""
-    session.cache.mkdir(parents=True, exist_ok=True)
+def made_ext4(place: Place, content: AbstractContextManager[Path], size: int | None = None, *, epoch: int = 0) -> Iterator[DiskInput]:
+    """A new ext4 file system with what is in the directory ``content``, as a disk. ``size`` in bytes; default: what the content needs."""
+    place.cache.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        image = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mkfs-", dir=session.cache))) / "image"
+        image = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mkfs-", dir=place.cache))) / "image"
         image.touch(mode=0o600)
-        with content(session, text, image) as directory:
-            assert directory is not None
+        with content as directory:
             wanted = size or size_for(directory)
             segments = make_image(image, wanted, directory, epoch=epoch)
         source = _open(stack, image)
         yield DiskInput((_layer_of(source, segments),), (None,), wanted)
 
 
-def _writable(session: Session, path: Path, stack: ExitStack) -> DiskInput:
+def _writable(place: Place, path: Path, stack: ExitStack) -> DiskInput:
     with owner_of(path) as owner:
         state = owner.snapshot()
-    stored, _ = below(session, state.parent)
+    stored, _ = below(place, state.parent)
     layers: list[LsmtLayer] = []
     if stored:
-        opener = stack.enter_context(pieces(session))
-        layers += stack.enter_context(StoredDisk(session.store, stored, opener)).layers
+        opener = stack.enter_context(pieces(place))
+        layers += stack.enter_context(StoredDisk(place.store, stored, opener)).layers
     layers += stack.enter_context(GenerationReader(path, state.frozen)).layers
     if not layers:
         layers.append(LsmtLayer(Header(Flags.UPPER_DATA), _whole(0), ()))
     return DiskInput(tuple(layers), (*stored, *(None for _ in layers[len(stored) :])), state.virtual_size)
 
 
-def _named(session: Session, text: str, stack: ExitStack) -> DiskInput:
-    _, found = resolve_any(session.store, text)
-    opener = stack.enter_context(pieces(session))
+def _named(place: Place, text: str, stack: ExitStack) -> DiskInput:
+    _, found = resolve_any(place.store, text)
+    opener = stack.enter_context(pieces(place))
     if isinstance(found, DiskImage):
-        layers = stack.enter_context(StoredDisk(session.store, found.layers, opener)).layers
+        layers = stack.enter_context(StoredDisk(place.store, found.layers, opener)).layers
         return DiskInput(tuple(layers), found.layers, virtual_size(layers))
-    source = flat_source(session, text, opener)
+    source = flat_source(place, text, opener)
     stack.callback(source.close)
     return DiskInput((_layer_of(source, _whole(source.size)),), (None,), source.size)
 

@@ -1,4 +1,4 @@
-"""The merged view of an environment: what overlayfs shows, computed from the layers' trees (Documentation/filesystems/overlayfs.rst)."""
+"""The merged view of an environment in a store: what overlayfs shows, computed from the layers' trees (Documentation/filesystems/overlayfs.rst)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from dsec_layers.erofs.overlay import is_opaque, is_whiteout, without_overlay
 from dsec_layers.erofs.tree import Inode
-from dsec_layers.registry.content import LayerContent
+from dsec_layers.registry.content import LayerContent, open_layer
+from dsec_layers.registry.objects import members_of, resolve
+from dsec_layers.store.base import Store
 
-__all__ = ["Entry", "merge", "walk"]
+__all__ = ["Entry", "merge", "open_view", "walk"]
 
 
 class Entry:
@@ -30,6 +32,11 @@ class Entry:
     def identity(self) -> tuple[int, int]:
         """Equal for two names of one inode."""
         return id(self.layer), id(self.inode)
+
+
+def open_view(store: Store, text: str) -> Entry:
+    """The merged view of a layer or environment, read from the store."""
+    return merge([open_layer(store, member) for member in members_of(*resolve(store, text))])
 
 
 def merge(layers: Sequence[LayerContent]) -> Entry:

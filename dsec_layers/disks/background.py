@@ -1,4 +1,4 @@
-"""A disk's server in the background: ``python -m dsec_layers.api.background``, for ``disk attach --detach``.
+"""A disk's server in the background: ``python -m dsec_layers.disks.background``, for ``disk attach --detach``.
 
 The starter waits for one JSON object on standard output: ``{"ok": {…}}`` once clients can connect, or ``{"error": {…}}``. What goes wrong later is in ``attach.log``
 of the disk.
@@ -10,25 +10,31 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dsec_layers.errors import DsecError, HostError
 from dsec_layers.linux.process import in_background
-from dsec_layers.progress import Task
+from dsec_layers.progress import Progress, Task
 
-__all__ = ["attach_detached"]
+if TYPE_CHECKING:
+    from dsec_layers.disks.attach import Attached
+    from dsec_layers.store.base import Store
+
+__all__ = ["start_server"]
 
 _LOG: Final = "attach.log"
 _START: Final = 180.0
 
 
-def attach_detached(
+def start_server(
     store: str, cache: Path, path: Path, *, unix: Path | None = None, port: int | None = None, read_only: bool = False
-) -> dict[str, Any]:
-    """Serve a disk as ``api.disks.attach`` does, in a process of its own that stays; what its ``ready`` was told, as a dict. Raises what it raises."""
+) -> Attached:
+    """Serve a disk as ``attach`` does, in a process of its own that stays; what its ``ready`` was told. Raises what it raises."""
+    from dsec_layers.disks.attach import Attached
     from dsec_layers.disks.state import read_state
     from dsec_layers.fuse.client import control
     from dsec_layers.proc import inherited_environment, run
@@ -37,7 +43,7 @@ def attach_detached(
     asked = {"store": store, "cache": str(cache), "path": str(path.absolute()), "port": port, "read_only": read_only}
     asked["unix"] = str(unix.absolute()) if unix is not None else None
     done = run(
-        [sys.executable, "-P", "-m", "dsec_layers.api.background", json.dumps(asked)],
+        [sys.executable, "-P", "-m", "dsec_layers.disks.background", json.dumps(asked)],
         check=False,
         env=inherited_environment(),
         timeout=_START,
@@ -49,8 +55,7 @@ def attach_detached(
         raise HostError(f"the server of {path} did not start: {said or f'exit code {done.code}'}", hint=f"see {path / _LOG}") from error
     if "error" in answer:
         raise control.error_from(answer["error"])
-    value: dict[str, Any] = answer["ok"]
-    return value
+    return Attached(**answer["ok"])
 
 
 def main(argv: list[str]) -> None:
@@ -61,8 +66,7 @@ def main(argv: list[str]) -> None:
 
 
 def _serve(asked: dict[str, Any], say: int) -> int:
-    from dsec_layers.api.disks import Attached, attach
-    from dsec_layers.api.session import Session
+    from dsec_layers.disks.attach import attach
     from dsec_layers.fuse.client import control
 
     left = [say]
@@ -76,14 +80,35 @@ def _serve(asked: dict[str, Any], say: int) -> int:
         tell({"ok": asdict(attached)})
 
     try:
-        with Session(asked["store"], asked["cache"], progress=_Log()) as session:
+        with closing(_Place(asked["store"], Path(asked["cache"]))) as place:
             unix = Path(asked["unix"]) if asked["unix"] else None
-            attach(session, asked["path"], unix=unix, port=asked["port"], read_only=asked["read_only"], ready=ready)
+            attach(place, asked["path"], unix=unix, port=asked["port"], read_only=asked["read_only"], ready=ready)
     except DsecError as error:
         _Log().warning(f"the server ends: {error.message}")
         tell(control.error_message(error))
         return error.exit_code
     return 0
+
+
+class _Place:
+    """Where the server's disk is worked on. Its store is opened when the disk needs it: one that stands on nothing never does."""
+
+    def __init__(self, store: str, cache: Path) -> None:
+        self._url = store
+        self.cache = cache
+        self.progress: Progress = _Log()
+
+    @cached_property
+    def store(self) -> Store:
+        """The store, opened at the first use."""
+        from dsec_layers.store.open import open_store
+
+        return open_store(self._url)
+
+    def close(self) -> None:
+        """Close what was opened."""
+        if "store" in self.__dict__:
+            self.store.close()
 
 
 class _Log:
