@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsec_layers.digest import Buffer, Digest, is_digest
-from dsec_layers.errors import ImageError, NotFound
+from dsec_layers.errors import ImageCode, ImageError, NotFound
 from dsec_layers.fsio import map_os_error
 
 __all__ = ["MAX_GENERATIONS", "STATE", "DiskState", "Parent", "parse_state", "read_state"]
@@ -33,10 +33,10 @@ class Parent:
     def from_value(cls, value: Any) -> Parent:
         """The disk that a JSON value names. Raises ImageError."""
         if not isinstance(value, dict) or set(value) != {"store", "digest"}:
-            raise ImageError("the disk below is not named properly")
+            raise ImageError("the disk below is not named properly", code=ImageCode.BAD_ENCODING)
         store, digest = value["store"], value["digest"]
         if not (isinstance(store, str) and 0 < len(store) <= MAX_URL and isinstance(digest, str) and is_digest(digest)):
-            raise ImageError("the disk below is not named properly")
+            raise ImageError("the disk below is not named properly", code=ImageCode.BAD_ENCODING)
         return cls(store, digest)
 
 
@@ -65,9 +65,9 @@ class DiskState:
             state = cls(size, Parent.from_value(parent) if parent is not None else None, tuple(frozen), upper)
             known = value["format"] == 1
         except (KeyError, TypeError, AttributeError) as error:
-            raise ImageError("not the state of a disk") from error
+            raise ImageError("not the state of a disk", code=ImageCode.BAD_MAGIC) from error
         if not known:
-            raise ImageError(f"disk directories of format {str(value['format'])[:20]} are not known here")
+            raise ImageError(f"disk directories of format {str(value['format'])[:20]} are not known here", code=ImageCode.BAD_VERSION)
         _check(state)
         return state
 
@@ -77,7 +77,7 @@ def parse_state(data: Buffer) -> DiskState:
     try:
         value = json.loads(bytes(data))
     except (ValueError, RecursionError) as error:
-        raise ImageError("not JSON") from error
+        raise ImageError("not JSON", code=ImageCode.BAD_ENCODING) from error
     return DiskState.from_value(value)
 
 
@@ -93,15 +93,15 @@ def read_state(path: Path) -> DiskState:
     try:
         return parse_state(data)
     except ImageError as error:
-        raise ImageError(f"{path / STATE}: {error.message}") from error
+        raise error.located(str(path / STATE)) from error
 
 
 def _check(state: DiskState) -> None:
     numbers = (state.virtual_size, *state.frozen, state.upper)
     if not all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 1 << 63 for number in numbers):
-        raise ImageError("a number is out of range")
+        raise ImageError("a number is out of range", code=ImageCode.OUT_OF_BOUNDS)
     if state.virtual_size == 0 or state.virtual_size % SECTOR:
-        raise ImageError(f"{state.virtual_size} bytes are no size of a disk")
+        raise ImageError(f"{state.virtual_size} bytes are no size of a disk", code=ImageCode.OUT_OF_BOUNDS)
     generations = (*state.frozen, state.upper)
     if len(generations) > MAX_GENERATIONS + 1 or any(a >= b for a, b in pairwise(generations)):
-        raise ImageError("the generations are out of order")
+        raise ImageError("the generations are out of order", code=ImageCode.INCONSISTENT)
