@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dsec_layers.api.build import Built, build, import_source
     from dsec_layers.api.doctor import Check, doctor
+    from dsec_layers.api.dump import Dump, dump
     from dsec_layers.api.environment import Created, Verified, env_create, gc, pull, push, rm, verify
     from dsec_layers.api.export import Exported, export
     from dsec_layers.api.look import Difference, Inspection, Listed, diff, inspect, ls
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "dsec_layers.api.build": ("Built", "build", "import_source"),
     "dsec_layers.api.doctor": ("Check", "doctor"),
+    "dsec_layers.api.dump": ("Dump", "dump"),
     "dsec_layers.api.environment": ("Created", "Verified", "env_create", "gc", "pull", "push", "rm", "verify"),
     "dsec_layers.api.export": ("Exported", "export"),
     "dsec_layers.api.look": ("Difference", "Inspection", "Listed", "diff", "inspect", "ls"),
@@ -45,6 +47,7 @@ __all__ = [
     "Created",
     "Difference",
     "DsecError",
+    "Dump",
     "Exported",
     "Inspection",
     "Listed",
@@ -56,6 +59,7 @@ __all__ = [
     "cache_show",
     "diff",
     "doctor",
+    "dump",
     "env_create",
     "export",
     "gc",

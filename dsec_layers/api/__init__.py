@@ -9,6 +9,7 @@ Face::
     diskconvert  convert, merge, resize, seal, verify
     disks        attach, Attached, branch, commit, create, detach, DiskInfo, info, Sealed, snapshot
     doctor       Check, doctor
+    dump         Dump, dump, KINDS
     environment  Created, env_create, gc, pull, push, rm, Verified, verify
     export       export, Exported
     look         diff, Difference, inspect, Inspection, Listed, ls

@@ -6,6 +6,7 @@ that its caller opened; it opens and names none. ``disk`` stacks it on read-only
 Face::
 
     config        ImageConfig, lower_paths, LowerConfig, parse_config, render_config
+    dump          dump, DumpKind
     lsmt          encode_entries, Flags, Header, MAX_LBA, NIL_UUID, SPACE
     oci           blob_info, BlobInfo, layer_descriptor
     packing       virtual_size

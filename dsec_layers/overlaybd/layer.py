@@ -28,7 +28,7 @@ from dsec_layers.overlaybd.tarwrap import looks_like_tar, unwrap
 from dsec_layers.overlaybd.zfile import BlockCache, ZFile
 from dsec_layers.overlaybd.zfile_format import looks_like_zfile
 
-__all__ = ["LsmtLayer", "open_layer", "open_sparse", "open_upper_pair", "parse_log"]
+__all__ = ["LsmtLayer", "check_layer", "open_layer", "open_sparse", "open_upper_pair", "parse_log"]
 
 _PROBE = 512
 _FIRST = SPACE // SECTOR
@@ -74,6 +74,19 @@ def open_layer(source: BlockSource, *, cache: BlockCache | None = None, target: 
     else:
         check_sealed(segments, trailer.index_offset // SECTOR)
     return LsmtLayer(trailer, segments, sources, (*nesting, "lsmt"))
+
+
+def check_layer(source: BlockSource) -> None:
+    """Raise ImageError unless the bytes of this source itself are a sealed LSMT layer.
+
+    Entries with the higher of two tags may be those of a warp layer: where they lie in its target is then not looked at.
+    """
+    trailer, segments = _read_sealed(source, warp=True)
+    end = trailer.index_offset // SECTOR
+    if len(segments) and int(segments.source.max()) == 1:
+        _check_warp(segments, end, SECTOR << 54)
+    else:
+        check_sealed(segments, end)
 
 
 def open_upper_pair(data: BlockSource, index: BlockSource) -> LsmtLayer:

@@ -20,7 +20,7 @@ from dsec_layers.blocksource import BlockSource, check_range
 from dsec_layers.errors import ImageCode, ImageError
 from dsec_layers.overlaybd.zfile_format import BLOCK_CRC, CRC_GOOD, CRC_SEED, MAX_BLOCKS, SPACE, Algorithm, Flags, ZHeader, parse_table
 
-__all__ = ["BlockCache", "ZFile"]
+__all__ = ["BlockCache", "ZFile", "read_header"]
 
 _READ = 1 << 20  # bytes of content fetched with one read of the source
 _CACHED = 16 << 10  # bytes; a longer read is a scan and would only wash the cache out
@@ -65,7 +65,7 @@ class ZFile:
     """The bytes inside a ZFile, as a BlockSource. Construction reads the header (or trailer) and the jump table; raises ImageError."""
 
     def __init__(self, source: BlockSource, cache: BlockCache | None = None) -> None:
-        self.header = header = _read_header(source)
+        self.header = header = read_header(source)
         self.size = header.size
         self._source = source
         self._starts = parse_table(source.pread(header.index_offset, 4 * header.blocks), header)
@@ -181,7 +181,8 @@ class _Unzstd:
         return self._decompress(part, max_output_size=size)
 
 
-def _read_header(source: BlockSource) -> ZHeader:
+def read_header(source: BlockSource) -> ZHeader:
+    """What a ZFile says of itself: its header, or its trailer if the header was not rewritten at the end. Raises ImageError."""
     if source.size < 2 * SPACE:
         raise ImageError(f"ZFile: {source.size} bytes are too few for a header and a trailer", code=ImageCode.TRUNCATED)
     header = ZHeader.parse(source.pread(0, SPACE))
