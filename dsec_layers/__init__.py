@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dsec_layers.api.build import Built, build, import_source
     from dsec_layers.api.catalog import Indexed, catalog_rebuild
     from dsec_layers.api.doctor import Check, doctor
+    from dsec_layers.api.dump import Dump, dump
     from dsec_layers.api.environment import Created, Verified, env_create, gc, pull, push, rm, verify
     from dsec_layers.api.export import Exported, export
     from dsec_layers.api.look import Difference, Inspection, Listed, diff, inspect, ls
@@ -32,6 +33,7 @@ _PLACES = {
     "dsec_layers.api.build": ("Built", "build", "import_source"),
     "dsec_layers.api.catalog": ("Indexed", "catalog_rebuild"),
     "dsec_layers.api.doctor": ("Check", "doctor"),
+    "dsec_layers.api.dump": ("Dump", "dump"),
     "dsec_layers.api.environment": ("Created", "Verified", "env_create", "gc", "pull", "push", "rm", "verify"),
     "dsec_layers.api.export": ("Exported", "export"),
     "dsec_layers.api.look": ("Difference", "Inspection", "Listed", "diff", "inspect", "ls"),
@@ -47,6 +49,7 @@ __all__ = [
     "Created",
     "Difference",
     "DsecError",
+    "Dump",
     "Exported",
     "Indexed",
     "Inspection",
@@ -60,6 +63,7 @@ __all__ = [
     "catalog_rebuild",
     "diff",
     "doctor",
+    "dump",
     "env_create",
     "export",
     "gc",

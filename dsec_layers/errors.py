@@ -17,17 +17,22 @@ The tree, by what a caller would do about it::
     └── StepError                19   a build step exited non-zero
     Interrupted                 130   Ctrl-C or SIGTERM
 
-Format code raises only ``ImageError``. Foreign exceptions are mapped to this tree at the edge where they enter.
+Format code raises only ``ImageError``, and tells its kind by a code as well (``ImageCode``), which ``--json`` shows. Foreign exceptions are mapped to this tree at the edge where they enter.
 ``run`` is the exception to the table: it passes on the command's own exit code and uses 125 for its own failures.
 """
 
 from __future__ import annotations
+
+from copy import copy
+from enum import StrEnum
+from typing import Self
 
 __all__ = [
     "Conflict",
     "CorruptError",
     "DsecError",
     "HostError",
+    "ImageCode",
     "ImageError",
     "InputError",
     "Interrupted",
@@ -50,6 +55,13 @@ class DsecError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+    def located(self, where: str) -> Self:
+        """The same error, its message beginning with where it happened."""
+        told = copy(self)
+        told.message = f"{where}: {self.message}"
+        told.args = (told.message,)
+        return told
 
 
 class UsageError(DsecError):
@@ -76,8 +88,43 @@ class InputError(DsecError):
     exit_code = 12
 
 
+class ImageCode(StrEnum):
+    """What is wrong with the bytes, for programs; the message says it for people. The set is closed: callers may rely on there being no other."""
+
+    TRUNCATED = "truncated"
+    """They end before they should."""
+
+    BAD_MAGIC = "bad_magic"
+    """They are something else: no such image, table or manifest at all."""
+
+    BAD_VERSION = "bad_version"
+    """A version of the format that is not known here."""
+
+    UNKNOWN_FEATURE = "unknown_feature"
+    """A feature, flag, algorithm or media type that is not known or not supported here."""
+
+    OUT_OF_BOUNDS = "out_of_bounds"
+    """A place outside of what it lies in, or a number that the field cannot have."""
+
+    BAD_CHECKSUM = "bad_checksum"
+    """A checksum or digest that does not match."""
+
+    BAD_ENCODING = "bad_encoding"
+    """A field that is not spelled as it must be: JSON, names, a compressed frame."""
+
+    INCONSISTENT = "inconsistent"
+    """Parts that contradict one another, are out of order, missing, or there twice."""
+
+    LIMIT = "limit"
+    """More than is read of anybody."""
+
+
 class ImageError(InputError):
-    """Bytes that are not a well-formed image, table or manifest. The only error format code raises."""
+    """Bytes that are not a well-formed image, table or manifest. The only error format code raises. ``code`` is its kind."""
+
+    def __init__(self, message: str, *, code: ImageCode = ImageCode.INCONSISTENT, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
 
 
 class LimitError(DsecError):

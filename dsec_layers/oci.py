@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dsec_layers.digest import Digest, is_digest
-from dsec_layers.errors import ImageError
+from dsec_layers.errors import ImageCode, ImageError
 
 __all__ = [
     "IMAGE_CONFIG",
@@ -50,30 +50,30 @@ class Descriptor:
 def parse_descriptor(value: Any, what: str, *, typed: bool = True) -> Descriptor:
     """The value of a descriptor in a document that messages call ``what``. ``typed``: it must have a media type. Raises ImageError."""
     if not isinstance(value, Mapping):
-        raise ImageError(f"{what} has a malformed descriptor: it is no object")
+        raise ImageError(f"{what} has a malformed descriptor: it is no object", code=ImageCode.BAD_ENCODING)
     media_type, digest, size = value.get("mediaType"), value.get("digest"), value.get("size")
     if media_type is None and not typed:
         media_type = ""
     if not isinstance(media_type, str):
-        raise ImageError(f"{what} has a malformed descriptor: no media type")
+        raise ImageError(f"{what} has a malformed descriptor: no media type", code=ImageCode.BAD_ENCODING)
     if not isinstance(digest, str):
-        raise ImageError(f"{what} has a malformed descriptor: no digest")
+        raise ImageError(f"{what} has a malformed descriptor: no digest", code=ImageCode.BAD_ENCODING)
     if not is_digest(digest):
-        raise ImageError(f"{what} has the digest {digest[:100]!r}; only SHA-256 is supported")
+        raise ImageError(f"{what} has the digest {digest[:100]!r}; only SHA-256 is supported", code=ImageCode.UNKNOWN_FEATURE)
     if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= MAX_SIZE:
-        raise ImageError(f"{what} has a malformed descriptor: its size is no number of bytes")
+        raise ImageError(f"{what} has a malformed descriptor: its size is no number of bytes", code=ImageCode.BAD_ENCODING)
     annotations = value.get("annotations") or {}
     if not isinstance(annotations, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in annotations.items()):
-        raise ImageError(f"{what} has a malformed descriptor: its annotations are not strings")
+        raise ImageError(f"{what} has a malformed descriptor: its annotations are not strings", code=ImageCode.BAD_ENCODING)
     return Descriptor(media_type, digest, size, annotations)
 
 
 def parse_list(value: Any, what: str, limit: int) -> list[Any]:
     """``value`` if it is a list of at most ``limit`` items. Raises ImageError."""
     if not isinstance(value, list):
-        raise ImageError(f"{what} has a malformed list")
+        raise ImageError(f"{what} has a malformed list", code=ImageCode.BAD_ENCODING)
     if len(value) > limit:
-        raise ImageError(f"{what} has a list of {len(value)} items, over the limit of {limit}")
+        raise ImageError(f"{what} has a list of {len(value)} items, over the limit of {limit}", code=ImageCode.LIMIT)
     return value
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, Self, TypeAlias
 
 from dsec_layers.digest import Buffer, Digest, content_digest, is_digest
-from dsec_layers.errors import CorruptError, ImageError
+from dsec_layers.errors import CorruptError, ImageCode, ImageError
 from dsec_layers.layers.frames import decompress, decompress_into
 from dsec_layers.layers.manifest import Layer
 from dsec_layers.layers.tables import MAX_SEGMENT, MAX_STORED, Table
@@ -59,10 +59,10 @@ class Segment:
         size, offset, stored = (value.get(name) for name in ("size", "offset", "stored"))
         store = value.get("store")
         if not (type(size) is type(offset) is type(stored) is int and isinstance(store, str)) or len(value) != len(cls.__slots__):
-            raise ImageError("the message does not describe a segment")
+            raise ImageError("the message does not describe a segment", code=ImageCode.BAD_ENCODING)
         raw = value.get("codec") == "raw"
         if not (raw or value.get("codec") == "zstd") or not (is_digest(f"sha256:{digest}") and is_digest(blob)) or (raw and stored != size):
-            raise ImageError("the message describes a segment that cannot be")
+            raise ImageError("the message describes a segment that cannot be", code=ImageCode.INCONSISTENT)
         segment = cls(bytes.fromhex(digest), int(size), store, blob, int(offset), int(stored), "raw" if raw else "zstd")
         segment.check()
         return segment
@@ -90,7 +90,7 @@ class Segment:
     def check(self) -> None:
         """ImageError unless its sizes are such as a segment can have: nothing is allocated or read for one that has others."""
         if not 0 < self.size <= MAX_SEGMENT or not 0 < self.stored <= MAX_STORED or not 0 <= self.offset <= _MAX_OFFSET:
-            raise ImageError(f"no segment has {self.size} bytes, stored as {self.stored} at {self.offset}")
+            raise ImageError(f"no segment has {self.size} bytes, stored as {self.stored} at {self.offset}", code=ImageCode.OUT_OF_BOUNDS)
 
     def decode(self, frame: Buffer, buffer: memoryview | None = None) -> Buffer:
         """The verified bytes of the segment whose frame this is: length, one whole frame, BLAKE3. ImageError saying what is wrong.
@@ -99,7 +99,7 @@ class Segment:
         """
         self.check()
         if len(frame) != self.stored:
-            raise ImageError(f"the store gave {len(frame)} bytes")
+            raise ImageError(f"the store gave {len(frame)} bytes", code=ImageCode.TRUNCATED)
         data = frame
         if self.codec == "zstd" and buffer is None:
             data = decompress(frame, self.size)
@@ -107,7 +107,7 @@ class Segment:
             data = buffer[: self.size]
             decompress_into(frame, data)
         if len(data) != self.size or content_digest(data) != self.digest:
-            raise ImageError("the bytes do not match the digest")
+            raise ImageError("the bytes do not match the digest", code=ImageCode.BAD_CHECKSUM)
         return data
 
 

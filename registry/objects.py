@@ -249,7 +249,7 @@ def _parsed(digest: Digest, parse: Callable[[bytes], _T], data: bytes) -> _T:
     try:
         return parse(data)
     except ImageError as error:
-        raise ImageError(f"{digest}: {error.message}", hint=error.hint) from error
+        raise error.located(digest) from error
 
 
 def _batches(items: Iterator[BlobInfo], size: int) -> Iterator[list[BlobInfo]]:

@@ -40,7 +40,8 @@ def exit_codes() -> str:
     """The table of exit codes, from the error classes."""
     from dsec_layers import errors
 
-    kinds = sorted((getattr(errors, name) for name in errors.__all__), key=lambda kind: kind.exit_code)
+    named = (getattr(errors, name) for name in errors.__all__)
+    kinds = sorted((kind for kind in named if issubclass(kind, errors.DsecError)), key=lambda kind: kind.exit_code)
     rows = {
         kind.exit_code: (kind.__doc__ or "").partition(". ")[0].rstrip(".") for kind in reversed(kinds) if kind is not errors.ImageError
     }
@@ -48,10 +49,18 @@ def exit_codes() -> str:
     return "".join(f"| {code} | {rows[code]} |\n" for code in sorted(rows))
 
 
+def image_codes() -> str:
+    """The sentence about the codes of ImageError."""
+    from dsec_layers.errors import ImageCode
+
+    codes = ", ".join(f"`{code}`" for code in ImageCode)
+    return f"\nWhat `--json` prints of an `ImageError` (12: bytes that are no well-formed image, table or manifest) has a `code` as well: {codes}.\n"
+
+
 def reference() -> str:
     """The whole document."""
     parts = [
-        HEAD + exit_codes(),
+        HEAD + exit_codes() + image_codes(),
         "\n`run` passes on the command's own exit code and uses 125 for its own failures, 126 and 127 as shells do.\n",
     ]
     root = click.Context(cli, info_name="dsec-layers", obj=App())

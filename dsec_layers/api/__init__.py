@@ -9,6 +9,7 @@ Face::
     diskconvert  convert, merge, seal
     disks        attach, attach_detached, Attached, branch, commit, create, detach, DiskInfo, info, resize, Sealed, snapshot, verify
     doctor       Check, doctor
+    dump         Dump, dump, KINDS
     environment  Copied, Created, env_create, gc, pull, push, rm, rm_all, Verified, verify
     export       export, Exported
     look         diff, Difference, inspect, Inspection, Listed, ls, names

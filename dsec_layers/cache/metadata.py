@@ -19,7 +19,7 @@ import numpy as np
 from dsec_layers.cache.directory import CacheView
 from dsec_layers.cache.fetch import FetchLimits
 from dsec_layers.digest import Buffer, Digest, sha256_digest
-from dsec_layers.errors import CorruptError, DsecError, ImageError, NotFound, StoreError
+from dsec_layers.errors import CorruptError, DsecError, ImageCode, ImageError, NotFound, StoreError
 from dsec_layers.fsio import map_os_error, publish
 from dsec_layers.layers.disk import DiskImage
 from dsec_layers.layers.frames import MAX_METADATA
@@ -91,7 +91,7 @@ def layer_files(directory: CacheView, url: str, digest: Digest, opener: Opener, 
     """
     layer = manifest(directory, url, digest, opener, limits)
     if not isinstance(layer, Layer):
-        raise ImageError(f"{digest} is an environment, not a layer")
+        raise ImageError(f"{digest} is an environment, not a layer", code=ImageCode.BAD_MAGIC)
     files = _local(directory, url, digest, layer)
     if files is not None:
         return files
@@ -132,7 +132,7 @@ def files_of(directory: CacheView, files: LayerFiles) -> set[Path]:
 
 def _mountable(value: Object, digest: Digest) -> Layer | Environment:
     if isinstance(value, DiskImage):
-        raise ImageError(f"{digest} is a disk, not a layer or environment")
+        raise ImageError(f"{digest} is a disk, not a layer or environment", code=ImageCode.BAD_MAGIC)
     return value
 
 
@@ -182,7 +182,7 @@ def _fetch_metadata(directory: CacheView, url: str, layer: Layer, opener: Opener
 def _fetch_image(directory: CacheView, url: str, layer: Layer, opener: Opener, limits: FetchLimits) -> Path:
     item = layer.metadata
     if item.size > MAX_METADATA:
-        raise ImageError(f"{item.digest}: an image of {item.size} bytes, the limit is {MAX_METADATA}")
+        raise ImageError(f"{item.digest}: an image of {item.size} bytes, the limit is {MAX_METADATA}", code=ImageCode.LIMIT)
     path = directory.images / f"{_hex(item.digest)}.erofs"
 
     def fetch() -> None:

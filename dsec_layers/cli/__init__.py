@@ -30,6 +30,7 @@ COMMANDS = {
     "inspect": "Show a layer, environment or blob.",
     "verify": "Check that stored bytes match their digests.",
     "diff": "Compare two layers or environments.",
+    "dump": "Dump the bytes of an image or layer, field by field.",
     "export": "Write a layer or environment as tar, EROFS image or OCI layout.",
     "rm": "Remove a ref.",
     "gc": "Delete blobs that nothing refers to.",

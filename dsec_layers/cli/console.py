@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsec_layers.errors import DsecError
+from dsec_layers.errors import DsecError, ImageError
 from dsec_layers.progress import Task
 
 if TYPE_CHECKING:
@@ -102,6 +102,8 @@ class Console:
         """The one message of a failure, and the way out."""
         if self.as_json:
             value = {"error": type(error).__name__, "message": error.message, "hint": error.hint, "exit_code": error.exit_code}
+            if isinstance(error, ImageError):
+                value["code"] = str(error.code)
             with suppress(OSError):  # standard output may be what failed; standard error still says it
                 self.out(json.dumps(value))
         self._line(f"error: {error.message}", "bold red")

@@ -28,7 +28,7 @@ from typing import Final, Self, TypeAlias
 
 from dsec_layers.blocksource import FileSource
 from dsec_layers.disks.state import MAX_GENERATIONS, SECTOR, STATE, DiskState, Parent, read_state
-from dsec_layers.errors import Conflict, DsecError, ImageError, LimitError, UsageError
+from dsec_layers.errors import Conflict, DsecError, ImageCode, ImageError, LimitError, UsageError
 from dsec_layers.fsio import fsync_directory, map_os_error, publish_directory, write_atomic
 from dsec_layers.overlaybd import LsmtLayer, Upper, open_upper_pair
 from dsec_layers.overlaybd.lsmt import MAX_LBA
@@ -102,7 +102,7 @@ class DiskFiles:
         except DsecError as error:
             for fd in fds:
                 os.close(fd)
-            raise type(error)(f"{self.path}, generation {number}: {error.message}", hint=error.hint) from error
+            raise error.located(f"{self.path}, generation {number}") from error
 
     def begin(self, *, virtual_size: int | None = None) -> Generation:
         """A new, empty generation above the present one, which is frozen by this; named in the state when this returns. LimitError when there are too many."""
@@ -221,7 +221,7 @@ def _open_files(path: Path, number: int, flags: int) -> tuple[int, int]:
             os.close(data)
             raise
     except FileNotFoundError as error:
-        raise ImageError(f"{path}: generation {number} has lost a file: {error.filename}") from error
+        raise ImageError(f"{path}: generation {number} has lost a file: {error.filename}", code=ImageCode.TRUNCATED) from error
     except OSError as error:
         raise map_os_error(error, f"{path}: generation {number}") from error
 

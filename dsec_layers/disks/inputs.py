@@ -21,7 +21,7 @@ from dsec_layers.disks.owner import owner_of
 from dsec_layers.disks.place import Place, below, flat_source, pieces
 from dsec_layers.disks.state import STATE
 from dsec_layers.disks.stored import StoredDisk
-from dsec_layers.errors import ImageError, InputError, NotFound
+from dsec_layers.errors import ImageCode, ImageError, InputError, NotFound
 from dsec_layers.fsio import data_ranges, map_os_error
 from dsec_layers.layers.disk import DiskImage, DiskLayer
 from dsec_layers.layers.manifest import MAX_DESCRIPTORS, MAX_JSON
@@ -168,7 +168,9 @@ def oci_blobs(layout: Path) -> list[BlobFile]:
             break
         listed = parse_list(manifest["manifests"], str(layout), MAX_DESCRIPTORS)
         if len(listed) != 1:
-            raise ImageError(f"{layout} must hold one image", hint="copy the one you want: skopeo copy ... oci:DIR")
+            raise ImageError(
+                f"{layout} must hold one image", code=ImageCode.INCONSISTENT, hint="copy the one you want: skopeo copy ... oci:DIR"
+            )
         path = _blob_path(layout, parse_descriptor(listed[0], str(layout), typed=False))
         manifest = _object(_small_file(path), str(path))
     blobs = []
@@ -177,11 +179,13 @@ def oci_blobs(layout: Path) -> list[BlobFile]:
         info = blob_info(layer)
         if info is None or info.is_turbo:
             raise ImageError(
-                f"{layout}: the image has layers that are not native OverlayBD layers", hint="dsec-layers import takes ordinary images"
+                f"{layout}: the image has layers that are not native OverlayBD layers",
+                code=ImageCode.UNKNOWN_FEATURE,
+                hint="dsec-layers import takes ordinary images",
             )
         blobs.append(BlobFile(_blob_path(layout, layer), info.digest, info.fs_type))
     if not blobs:
-        raise ImageError(f"{layout}: the image has no layers")
+        raise ImageError(f"{layout}: the image has no layers", code=ImageCode.INCONSISTENT)
     return blobs
 
 
@@ -193,9 +197,9 @@ def _object(data: bytes, what: str) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ImageError(f"{what} is not JSON") from error
+        raise ImageError(f"{what} is not JSON", code=ImageCode.BAD_ENCODING) from error
     if not isinstance(value, dict):
-        raise ImageError(f"{what} is not a JSON object")
+        raise ImageError(f"{what} is not a JSON object", code=ImageCode.BAD_ENCODING)
     return value
 
 
@@ -208,7 +212,7 @@ def _small_file(path: Path) -> bytes:
     except OSError as error:
         raise map_os_error(error, str(path)) from error
     if len(data) > MAX_JSON:
-        raise ImageError(f"{path} is too large")
+        raise ImageError(f"{path} is too large", code=ImageCode.LIMIT)
     return data
 
 

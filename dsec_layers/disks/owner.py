@@ -10,13 +10,13 @@ import select
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from dsec_layers.disks.files import DiskFiles
 from dsec_layers.disks.local import LocalDisk
 from dsec_layers.disks.state import MAX_GENERATIONS, DiskState, Parent
+from dsec_layers.documents import plain
 from dsec_layers.errors import Conflict, HostError, ImageError, UsageError
 from dsec_layers.fuse.client import control
 from dsec_layers.fuse.client.controlserver import MessageServer, Reply
@@ -61,8 +61,8 @@ class Served:
 
     def rebase(self, expected: Parent | None, parent: Parent, gone: tuple[int, ...]) -> DiskState:
         """See Owner."""
-        before = asdict(expected) if expected else None
-        return DiskState.from_value(self._ask("rebase", expected=before, parent=asdict(parent), gone=list(gone)))
+        before = plain(expected) if expected else None
+        return DiskState.from_value(self._ask("rebase", expected=before, parent=plain(parent), gone=list(gone)))
 
     def stop(self) -> None:
         """Ask the server to end, and wait until it has let go of the disk. HostError if it does not."""

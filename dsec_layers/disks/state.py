@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from dsec_layers.digest import Buffer, Digest, is_digest
-from dsec_layers.errors import ImageError, NotFound
+from msgspec import Meta, Struct
+
+from dsec_layers.digest import Buffer
+from dsec_layers.documents import MAX_NUMBER, DigestText, Natural, convert, decode, plain
+from dsec_layers.errors import ImageCode, ImageError, NotFound
 from dsec_layers.fsio import map_os_error
 
 __all__ = ["MAX_GENERATIONS", "STATE", "DiskState", "Parent", "parse_state", "read_state"]
@@ -20,24 +23,37 @@ MAX_GENERATIONS: Final = 200
 MAX_URL: Final = 4096
 """Characters of a store's URL."""
 _MAX_BYTES: Final = 1 << 20
+_WHAT: Final = "the state of a disk"
 
 
-@dataclass(frozen=True, slots=True)
-class Parent:
+class Parent(Struct, frozen=True, forbid_unknown_fields=True):
     """The sealed disk below: the store's URL and the manifest's digest."""
 
-    store: str
-    digest: Digest
+    store: Annotated[str, Meta(min_length=1, max_length=MAX_URL)]
+    digest: DigestText
 
     @classmethod
     def from_value(cls, value: Any) -> Parent:
         """The disk that a JSON value names. Raises ImageError."""
-        if not isinstance(value, dict) or set(value) != {"store", "digest"}:
-            raise ImageError("the disk below is not named properly")
-        store, digest = value["store"], value["digest"]
-        if not (isinstance(store, str) and 0 < len(store) <= MAX_URL and isinstance(digest, str) and is_digest(digest)):
-            raise ImageError("the disk below is not named properly")
-        return cls(store, digest)
+        return convert(value, cls, "the disk below")
+
+
+class _Stated(Struct):
+    """The document: everything in it must be there."""
+
+    format: int
+    virtual_size: Annotated[int, Meta(gt=0, le=MAX_NUMBER, multiple_of=SECTOR)]
+    parent: Parent | None
+    frozen: Annotated[tuple[Natural, ...], Meta(max_length=MAX_GENERATIONS)]
+    upper: Natural
+
+    def state(self) -> DiskState:
+        """The state that it is. Raises ImageError."""
+        if self.format != 1:
+            raise ImageError(f"disk directories of format {self.format} are not known here", code=ImageCode.BAD_VERSION)
+        if any(a >= b for a, b in pairwise((*self.frozen, self.upper))):
+            raise ImageError("the generations are out of order", code=ImageCode.INCONSISTENT)
+        return DiskState(self.virtual_size, self.parent, self.frozen, self.upper)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +67,7 @@ class DiskState:
 
     def to_value(self) -> dict[str, Any]:
         """The state as JSON has it."""
-        return {"format": 1, **asdict(self), "frozen": list(self.frozen)}
+        return {"format": 1, **plain(self)}
 
     def to_json(self) -> bytes:
         """The file's bytes."""
@@ -60,32 +76,19 @@ class DiskState:
     @classmethod
     def from_value(cls, value: Any) -> DiskState:
         """The state in a JSON value. Raises ImageError."""
-        try:
-            parent, size, frozen, upper = (value[name] for name in ("parent", "virtual_size", "frozen", "upper"))
-            state = cls(size, Parent.from_value(parent) if parent is not None else None, tuple(frozen), upper)
-            known = value["format"] == 1
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ImageError("not the state of a disk") from error
-        if not known:
-            raise ImageError(f"disk directories of format {str(value['format'])[:20]} are not known here")
-        _check(state)
-        return state
+        return convert(value, _Stated, _WHAT).state()
 
 
 def parse_state(data: Buffer) -> DiskState:
     """The state in the bytes of a disk.json. Raises ImageError."""
-    try:
-        value = json.loads(bytes(data))
-    except (ValueError, RecursionError) as error:
-        raise ImageError("not JSON") from error
-    return DiskState.from_value(value)
+    return decode(data, _Stated, _WHAT, limit=_MAX_BYTES).state()
 
 
 def read_state(path: Path) -> DiskState:
     """The state of the disk in directory ``path``. Raises NotFound or ImageError."""
     try:
         with open(path / STATE, "rb") as stream:
-            data = stream.read(_MAX_BYTES)
+            data = stream.read(_MAX_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotFound(f"{path} is no disk: it has no {STATE}", hint="make one with dsec-layers disk create") from error
     except OSError as error:
@@ -93,15 +96,4 @@ def read_state(path: Path) -> DiskState:
     try:
         return parse_state(data)
     except ImageError as error:
-        raise ImageError(f"{path / STATE}: {error.message}") from error
-
-
-def _check(state: DiskState) -> None:
-    numbers = (state.virtual_size, *state.frozen, state.upper)
-    if not all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 1 << 63 for number in numbers):
-        raise ImageError("a number is out of range")
-    if state.virtual_size == 0 or state.virtual_size % SECTOR:
-        raise ImageError(f"{state.virtual_size} bytes are no size of a disk")
-    generations = (*state.frozen, state.upper)
-    if len(generations) > MAX_GENERATIONS + 1 or any(a >= b for a, b in pairwise(generations)):
-        raise ImageError("the generations are out of order")
+        raise error.located(str(path / STATE)) from error

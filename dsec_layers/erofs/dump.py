@@ -24,7 +24,7 @@ from dsec_layers.erofs.inodes import InodeTable, decode_chunks
 from dsec_layers.erofs.reader import Image
 from dsec_layers.erofs.scan import Scan
 from dsec_layers.erofs.tree import BLOCK, HOLE
-from dsec_layers.errors import ImageError
+from dsec_layers.errors import ImageCode, ImageError
 
 __all__ = ["dump"]
 
@@ -57,7 +57,7 @@ def dump(buffer: Buffer) -> Iterator[str]:
     at = 0
     for part in parts:
         if part.at < at:
-            raise ImageError(f"{part.title}: overlaps what is before it at {part.at:#x}")
+            raise ImageError(f"{part.title}: overlaps what is before it at {part.at:#x}", code=ImageCode.INCONSISTENT)
         yield from _between(raw, at, part.at, data)
         yield f"# {part.title}"
         at = part.at

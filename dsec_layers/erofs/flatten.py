@@ -19,7 +19,7 @@ from dsec_layers.erofs import format as fmt
 from dsec_layers.erofs.columns import Ints, Mask
 from dsec_layers.erofs.overlay import whiteout_columns
 from dsec_layers.erofs.tree import BLOCK, Inode, Tree, find_path, show_path
-from dsec_layers.errors import DsecError, ImageError, LimitError
+from dsec_layers.errors import ImageCode, ImageError, LimitError
 
 __all__ = ["Flat", "flatten"]
 
@@ -51,11 +51,12 @@ class Flat:
     """Chunks; 0 for what is not chunk-based."""
     chunk_bits: Ints
 
-    def refuse(self, bad: Mask, what: str, error: type[DsecError] = ImageError) -> None:
-        """Raise ``error`` with the path of the first inode for which ``bad`` holds, if any does."""
+    def refuse(self, bad: Mask, what: str, *, limit: bool = False) -> None:
+        """Raise ImageError, or LimitError for a ``limit``, with the path of the first inode for which ``bad`` holds, if any does."""
         if bad.any():
             inode = self.inodes[int(np.flatnonzero(bad)[0])]
-            raise error(f"{show_path(find_path(self.root, inode))}: {what}")
+            text = f"{show_path(find_path(self.root, inode))}: {what}"
+            raise LimitError(text) if limit else ImageError(text, code=ImageCode.INCONSISTENT)
 
 
 def flatten(tree: Tree) -> Flat:
@@ -93,15 +94,15 @@ def _walk(root: Inode) -> tuple[list[bytes], list[Inode], list[int], list[int]]:
         directory, parent, depth = stack.pop()
         children = directory.children
         if children is None:
-            raise ImageError("the root of a tree must be a directory")
+            raise ImageError("the root of a tree must be a directory", code=ImageCode.INCONSISTENT)
         if b"." in children or b".." in children:
-            raise ImageError(f"{show_path(find_path(root, directory))}: a name '.' or '..'")
+            raise ImageError(f"{show_path(find_path(root, directory))}: a name '.' or '..'", code=ImageCode.BAD_ENCODING)
         order = sorted(children)
         targets = list(map(children.__getitem__, order))
         below = [target for target in targets if target.children is not None]
         for target in below:
             if id(target) in seen:
-                raise ImageError(f"{show_path(find_path(root, target))}: a directory with two names")
+                raise ImageError(f"{show_path(find_path(root, target))}: a directory with two names", code=ImageCode.INCONSISTENT)
             seen.add(id(target))
         if below and depth >= fmt.MAX_DEPTH:
             raise LimitError(f"{show_path(find_path(root, directory))}: directories nested deeper than {fmt.MAX_DEPTH}")
@@ -129,7 +130,7 @@ def _check_names(root: Inode, names: list[bytes], entries: list[Inode]) -> None:
         if len(name) > fmt.MAX_NAME:
             raise LimitError(f"{path}: a name of {len(name)} bytes; the limit is {fmt.MAX_NAME}")
         if not name or b"/" in name or b"\0" in name:
-            raise ImageError(f"{path}: not a file name: {name!r}")
+            raise ImageError(f"{path}: not a file name: {name!r}", code=ImageCode.BAD_ENCODING)
 
 
 def _number(entries: list[Inode]) -> tuple[Ints, Ints]:
@@ -158,9 +159,9 @@ def _check_attributes(flat: Flat) -> None:
     is_dir[flat.dir_inode] = True
     flat.refuse(((mode & 0o170000) == stat.S_IFDIR) != is_dir, "mode and children disagree on whether this is a directory")
     for name, column in (("uid", flat.uid), ("gid", flat.gid)):
-        flat.refuse((column < 0) | (column > fmt.MAX_ID), f"{name} outside 0..{fmt.MAX_ID}", LimitError)
+        flat.refuse((column < 0) | (column > fmt.MAX_ID), f"{name} outside 0..{fmt.MAX_ID}", limit=True)
     flat.refuse((flat.mtime_ns < 0) | (flat.mtime_ns >= 1_000_000_000), "nanoseconds out of range")
-    flat.refuse(flat.nlink > fmt.MAX_LINKS, f"more than {fmt.MAX_LINKS} links", LimitError)
+    flat.refuse(flat.nlink > fmt.MAX_LINKS, f"more than {fmt.MAX_LINKS} links", limit=True)
     for at in np.flatnonzero(np.isin(mode & 0o170000, (stat.S_IFCHR, stat.S_IFBLK))).tolist():
         device = flat.inodes[at].rdev
         if device < 0 or os.major(device) > fmt.MAX_MAJOR or os.minor(device) > fmt.MAX_MINOR:
@@ -184,7 +185,7 @@ def _check_content(flat: Flat) -> None:
     lengths[at] = np.fromiter(map(len, contents), np.int64, len(contents))
     flat.refuse(flat.has_data & (lengths != flat.size), "inline data of another length than the size")
     flat.refuse(flat.has_data & regular & (lengths >= BLOCK), "inline data of a block or more")
-    flat.refuse(link & (lengths > fmt.MAX_TARGET), f"a link target longer than {fmt.MAX_TARGET} bytes", LimitError)
+    flat.refuse(link & (lengths > fmt.MAX_TARGET), f"a link target longer than {fmt.MAX_TARGET} bytes", limit=True)
     nul = np.zeros(len(flat.inodes), np.bool_)
     nul[at] = np.fromiter((b"\0" in content for content in contents), np.bool_, len(contents))
     flat.refuse(link & ((lengths == 0) | nul), "a link target that is empty or has a NUL byte")

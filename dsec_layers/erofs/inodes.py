@@ -11,7 +11,7 @@ import numpy.typing as npt
 from dsec_layers.erofs import format as fmt
 from dsec_layers.erofs.columns import Ints, Mask, chunk_lengths, slices
 from dsec_layers.erofs.tree import BLOCK, HOLE
-from dsec_layers.errors import ImageError
+from dsec_layers.errors import ImageCode, ImageError
 
 __all__ = ["Geometry", "InodeTable", "decode_chunks", "decode_inodes", "inode_modes"]
 
@@ -63,17 +63,17 @@ class InodeTable:
     unit: Ints
     """Bytes of a chunk index."""
 
-    def refuse(self, bad: Mask, what: str) -> None:
+    def refuse(self, bad: Mask, what: str, code: ImageCode) -> None:
         """Raise ImageError with the nid of the first inode for which ``bad`` holds, if any does."""
         if bad.any():
-            raise ImageError(f"inode {self.nid[np.flatnonzero(bad)[0]]}: {what}")
+            raise ImageError(f"inode {self.nid[np.flatnonzero(bad)[0]]}: {what}", code=code)
 
 
 def _positions(geometry: Geometry, nids: npt.NDArray[np.uint64]) -> Ints:
     room = max(0, geometry.length - geometry.meta_at) >> fmt.ISLOT_BITS
     bad = nids >= room
     if bad.any():
-        raise ImageError(f"inode {nids[np.flatnonzero(bad)[0]]}: outside the image")
+        raise ImageError(f"inode {nids[np.flatnonzero(bad)[0]]}: outside the image", code=ImageCode.OUT_OF_BOUNDS)
     return np.asarray(nids.astype(np.int64) * (1 << fmt.ISLOT_BITS) + geometry.meta_at, np.int64)
 
 
@@ -102,14 +102,14 @@ def decode_inodes(geometry: Geometry, nids: npt.NDArray[np.uint64]) -> InodeTabl
         i_u=short["i_u"].astype(np.int64), area_at=area_at, area=area, body_at=area_at + area,
         whole=zeros, inline=zeros, chunk_bits=zeros + 12, chunks=zeros, unit=zeros + 8,
     )  # fmt: skip
-    table.refuse((i_format & ~fmt.I_ALL) != 0, "an inode format from a newer EROFS")
-    table.refuse(table.layout > fmt.CHUNK_BASED, "an unknown data layout")
-    table.refuse(area_at > geometry.length, "cut off by the end of the image")
+    table.refuse((i_format & ~fmt.I_ALL) != 0, "an inode format from a newer EROFS", ImageCode.UNKNOWN_FEATURE)
+    table.refuse(table.layout > fmt.CHUNK_BASED, "an unknown data layout", ImageCode.UNKNOWN_FEATURE)
+    table.refuse(area_at > geometry.length, "cut off by the end of the image", ImageCode.TRUNCATED)
     _decode_extended(geometry, table, np.flatnonzero(extended))
-    table.refuse(fmt.FILE_TYPE_OF_MODE[table.mode >> 12] == fmt.FT_UNKNOWN, "a mode without a file type")
-    table.refuse(table.mtime_ns >= 1_000_000_000, "nanoseconds out of range")
-    table.refuse(table.body_at > geometry.length, "extended attributes beyond the end of the image")
-    table.refuse(area == fmt.XATTR_IBODY_HEADER, "an extended attribute area that holds none")
+    table.refuse(fmt.FILE_TYPE_OF_MODE[table.mode >> 12] == fmt.FT_UNKNOWN, "a mode without a file type", ImageCode.BAD_ENCODING)
+    table.refuse(table.mtime_ns >= 1_000_000_000, "nanoseconds out of range", ImageCode.OUT_OF_BOUNDS)
+    table.refuse(table.body_at > geometry.length, "extended attributes beyond the end of the image", ImageCode.OUT_OF_BOUNDS)
+    table.refuse(area == fmt.XATTR_IBODY_HEADER, "an extended attribute area that holds none", ImageCode.INCONSISTENT)
     _locate_flat(geometry, table)
     _locate_chunks(geometry, table)
     return table
@@ -121,7 +121,7 @@ def _decode_extended(geometry: Geometry, table: InodeTable, at: Ints) -> None:
     rows = np.stack((geometry.slots[slot], geometry.slots[slot + 1]), axis=1).view(fmt.INODE_EXTENDED).reshape(-1)
     oversize = np.zeros(len(table.nid), np.bool_)
     oversize[at] = rows["i_size"] > np.uint64(0x7FFFFFFFFFFFFFFF)
-    table.refuse(oversize, "a size of 2^63 bytes or more")
+    table.refuse(oversize, "a size of 2^63 bytes or more", ImageCode.OUT_OF_BOUNDS)
     table.size[at] = rows["i_size"].astype(np.int64)
     table.i_u[at] = rows["i_u"]
     table.ino[at] = rows["i_ino"]
@@ -138,25 +138,29 @@ def _locate_flat(geometry: Geometry, table: InodeTable) -> None:
     is_inline = (table.layout == fmt.FLAT_INLINE) & (table.size > 0)
     table.whole = np.where(is_inline, blocks - 1, np.where(table.layout == fmt.FLAT_PLAIN, blocks, 0))
     table.inline = np.where(is_inline, table.size - (table.whole << 12), 0)
-    table.refuse((table.inline > 0) & ((table.body_at & 4095) + table.inline > BLOCK), "inline data across blocks")
-    table.refuse((table.inline > 0) & (table.body_at + table.inline > geometry.length), "inline data beyond the end of the image")
+    table.refuse((table.inline > 0) & ((table.body_at & 4095) + table.inline > BLOCK), "inline data across blocks", ImageCode.OUT_OF_BOUNDS)
+    table.refuse(
+        (table.inline > 0) & (table.body_at + table.inline > geometry.length),
+        "inline data beyond the end of the image",
+        ImageCode.OUT_OF_BOUNDS,
+    )
     kind = table.mode & 0o170000
     holds_data = (kind == stat.S_IFREG) | (kind == stat.S_IFDIR) | (kind == stat.S_IFLNK)
-    table.refuse(~holds_data & (table.size > 0), "a size on a device, pipe or socket")
+    table.refuse(~holds_data & (table.size > 0), "a size on a device, pipe or socket", ImageCode.INCONSISTENT)
     absent = (table.whole > 0) & (table.i_u == fmt.NULL_ADDR)
-    table.refuse(absent & (kind != stat.S_IFREG), "metadata in a hole")
+    table.refuse(absent & (kind != stat.S_IFREG), "metadata in a hole", ImageCode.INCONSISTENT)
     reach = geometry.device_blocks[0]
-    table.refuse((table.whole > 0) & ~absent & (table.i_u + table.whole > reach), "data beyond the last block")
+    table.refuse((table.whole > 0) & ~absent & (table.i_u + table.whole > reach), "data beyond the last block", ImageCode.OUT_OF_BOUNDS)
     inside = (kind == stat.S_IFDIR) | (kind == stat.S_IFLNK) | (table.size < BLOCK)
     outside = (table.whole > 0) & ~absent & ((table.i_u + table.whole) * BLOCK > geometry.length)
-    table.refuse(inside & outside, "metadata beyond the end of the image")
+    table.refuse(inside & outside, "metadata beyond the end of the image", ImageCode.OUT_OF_BOUNDS)
 
 
 def _locate_chunks(geometry: Geometry, table: InodeTable) -> None:
     chunked = table.layout == fmt.CHUNK_BASED
-    table.refuse(chunked & ((table.mode & 0o170000) != stat.S_IFREG), "chunks on something else than a file")
+    table.refuse(chunked & ((table.mode & 0o170000) != stat.S_IFREG), "chunks on something else than a file", ImageCode.INCONSISTENT)
     layout = np.where(chunked, table.i_u & 0xFFFF, 0)
-    table.refuse((layout & ~fmt.CHUNK_FORMAT_KNOWN) != 0, "48-bit chunk indexes, which are not supported")
+    table.refuse((layout & ~fmt.CHUNK_FORMAT_KNOWN) != 0, "48-bit chunk indexes, which are not supported", ImageCode.UNKNOWN_FEATURE)
     table.chunk_bits = 12 + (layout & fmt.CHUNK_FORMAT_BLKBITS_MASK)
     table.chunks = np.where(chunked & (table.size > 0), (table.size - 1 >> table.chunk_bits) + 1, 0)
     table.unit = np.where((layout & fmt.CHUNK_FORMAT_INDEXES) != 0, 8, 4)
@@ -166,6 +170,7 @@ def _locate_chunks(geometry: Geometry, table: InodeTable) -> None:
     table.refuse(
         over | (table.body_at + table.chunks * table.unit > geometry.length) & (table.chunks > 0),
         "chunk indexes beyond the end of the image",
+        ImageCode.OUT_OF_BOUNDS,
     )
 
 
@@ -187,12 +192,22 @@ def decode_chunks(geometry: Geometry, table: InodeTable) -> npt.NDArray[np.uint6
     device = np.where(hole, 0, prefix >> 16)
     owner = np.repeat(np.arange(len(table.nid)), table.chunks)
     need = chunk_lengths(table.size, table.chunk_bits, table.chunks)
-    _refuse_chunk(table, owner, ~hole & ((prefix & 0xFFFF) != 0), "a 48-bit block address, which is not supported")
-    _refuse_chunk(table, owner, device >= len(geometry.device_blocks), "a chunk on a device that is not in the table")
-    _refuse_chunk(table, owner, ~hole & (block + need > geometry.device_blocks[device]), "a chunk beyond the end of its device")
+    _refuse_chunk(
+        table, owner, ~hole & ((prefix & 0xFFFF) != 0), "a 48-bit block address, which is not supported", ImageCode.UNKNOWN_FEATURE
+    )
+    _refuse_chunk(
+        table, owner, device >= len(geometry.device_blocks), "a chunk on a device that is not in the table", ImageCode.OUT_OF_BOUNDS
+    )
+    _refuse_chunk(
+        table,
+        owner,
+        ~hole & (block + need > geometry.device_blocks[device]),
+        "a chunk beyond the end of its device",
+        ImageCode.OUT_OF_BOUNDS,
+    )
     return np.where(hole, HOLE, device << 32 | block).astype(np.uint64)
 
 
-def _refuse_chunk(table: InodeTable, owner: Ints, bad: Mask, what: str) -> None:
+def _refuse_chunk(table: InodeTable, owner: Ints, bad: Mask, what: str, code: ImageCode) -> None:
     if bad.any():
-        raise ImageError(f"inode {table.nid[owner[np.flatnonzero(bad)[0]]]}: {what}")
+        raise ImageError(f"inode {table.nid[owner[np.flatnonzero(bad)[0]]]}: {what}", code=code)

@@ -22,7 +22,7 @@ from dsec_layers.erofs.inodes import Geometry, InodeTable, decode_chunks, decode
 from dsec_layers.erofs.scan import Scan, read_directories, scan
 from dsec_layers.erofs.tree import BLOCK, HOLE, Inode, Tree
 from dsec_layers.erofs.xattr import Pair, decode_area, decode_entry
-from dsec_layers.errors import ImageError
+from dsec_layers.errors import ImageCode, ImageError
 
 __all__ = ["Device", "Image", "InodeInfo", "Superblock"]
 
@@ -112,7 +112,7 @@ class Image:
         table = found.inodes
         if not metadata_only:
             compressed = (table.layout == fmt.COMPRESSED_FULL) | (table.layout == fmt.COMPRESSED_COMPACT)
-            found.refuse(compressed, "a compressed file, whose data cannot be read")
+            found.refuse(compressed, "a compressed file, whose data cannot be read", ImageCode.UNKNOWN_FEATURE)
         columns = (table.mode, table.uid, table.gid, table.mtime, table.mtime_ns)
         inodes = [Inode(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
         tree = Tree(inodes[int(found.dir_inode[0])])
@@ -162,7 +162,7 @@ class Image:
         blocks, start = int(table.whole[at]), int(table.i_u[at])
         bits = max(12, ((blocks << 12) - 1).bit_length())
         if bits > fmt.MAX_CHUNK_BITS:
-            raise ImageError(f"inode {table.nid[at]}: a file of {blocks} blocks")
+            raise ImageError(f"inode {table.nid[at]}: a file of {blocks} blocks", code=ImageCode.LIMIT)
         inode.chunk_bits, inode.extent_at, inode.extent_count = bits, len(tree.extents), 1
         tree.extents.append(HOLE if start == fmt.NULL_ADDR else start)
         if table.inline[at]:
@@ -189,12 +189,12 @@ class Image:
                             shared[id_], used = self._shared_xattr(id_)
                             budget -= used
                             if budget < 0:
-                                raise ImageError("shared extended attributes that overlap")
+                                raise ImageError("shared extended attributes that overlap", code=ImageCode.INCONSISTENT)
                 except ImageError as error:
-                    raise ImageError(f"inode {table.nid[at]}: {error.message}") from None
+                    raise error.located(f"inode {table.nid[at]}") from None
                 pairs = known[area] = tuple(sorted(chain(own, (shared[id_] for id_ in ids))))
                 if len({name for name, _ in pairs}) != len(pairs):
-                    raise ImageError(f"inode {table.nid[at]}: an extended attribute twice")
+                    raise ImageError(f"inode {table.nid[at]}: an extended attribute twice", code=ImageCode.INCONSISTENT)
             lists.append((at, pairs))
         return lists
 
@@ -222,7 +222,7 @@ class Image:
         """Names and nids in directory ``nid``, whose ``..`` must be ``parent`` (None: its own root). Raises ImageError."""
         table = self._one(nid)
         if int(table.size[0]) > self.geometry.length:
-            raise ImageError(f"inode {nid}: a directory larger than the image")
+            raise ImageError(f"inode {nid}: a directory larger than the image", code=ImageCode.OUT_OF_BOUNDS)
         parents = np.array([nid if parent is None else parent], np.uint64)
         entries, _ = read_directories(self.geometry, table, parents)
         return dict(zip(entries.names, entries.nid.tolist(), strict=True))
@@ -254,7 +254,7 @@ class Image:
         table = self._one(nid)
         layout = int(table.layout[0])
         if layout in (fmt.COMPRESSED_FULL, fmt.COMPRESSED_COMPACT):
-            raise ImageError(f"inode {nid}: a compressed file, whose data cannot be read")
+            raise ImageError(f"inode {nid}: a compressed file, whose data cannot be read", code=ImageCode.UNKNOWN_FEATURE)
         end = min(int(table.size[0]), offset + size)
         extents = decode_chunks(self.geometry, table).tolist() if layout == fmt.CHUNK_BASED else []
         parts: list[bytes] = []
@@ -270,7 +270,7 @@ class Image:
             else:
                 stop, place = end, int(table.body_at[0]) + offset - (int(table.whole[0]) << 12)
             if place is not None and place + stop - offset > len(self._raw):
-                raise ImageError(f"inode {nid}: its data is not in this buffer")
+                raise ImageError(f"inode {nid}: its data is not in this buffer", code=ImageCode.OUT_OF_BOUNDS)
             parts.append(bytes(stop - offset) if place is None else bytes(self._raw[place : place + stop - offset]))
             offset = stop
         return b"".join(parts)
@@ -283,38 +283,38 @@ class Image:
         if device:
             mapped = self.devices[device - 1].mapped_blkaddr
             if not mapped:
-                raise ImageError(f"inode {nid}: its data is on device {device}, which is not in this buffer")
+                raise ImageError(f"inode {nid}: its data is on device {device}, which is not in this buffer", code=ImageCode.OUT_OF_BOUNDS)
             block += mapped
         return block * BLOCK
 
     def _one(self, nid: int) -> InodeTable:
         if not 0 <= nid < 1 << 63:
-            raise ImageError(f"inode {nid}: outside the image")
+            raise ImageError(f"inode {nid}: outside the image", code=ImageCode.OUT_OF_BOUNDS)
         return decode_inodes(self.geometry, np.array([nid], np.uint64))
 
 
 def _read_super(raw: memoryview) -> Superblock:
     if len(raw) < BLOCK:
-        raise ImageError(f"{len(raw)} bytes are too few for an EROFS image")
+        raise ImageError(f"{len(raw)} bytes are too few for an EROFS image", code=ImageCode.TRUNCATED)
     record = np.frombuffer(raw, fmt.SUPER_BLOCK, 1, fmt.SUPER_OFFSET)[0]
     if record["magic"] != fmt.SUPER_MAGIC:
-        raise ImageError("not an EROFS image")
+        raise ImageError("not an EROFS image", code=ImageCode.BAD_MAGIC)
     if record["blkszbits"] != 12:
-        raise ImageError(f"blocks of 2^{record['blkszbits']} bytes; only 4096 are supported")
+        raise ImageError(f"blocks of 2^{record['blkszbits']} bytes; only 4096 are supported", code=ImageCode.UNKNOWN_FEATURE)
     unknown = int(record["feature_incompat"]) & ~fmt.FEATURE_INCOMPAT_KNOWN
     if unknown:
-        raise ImageError(f"incompatible features {unknown:#x}, which are not supported")
+        raise ImageError(f"incompatible features {unknown:#x}, which are not supported", code=ImageCode.UNKNOWN_FEATURE)
     if record["dirblkbits"] != 0:
-        raise ImageError("directory blocks of another size, which are not supported")
+        raise ImageError("directory blocks of another size, which are not supported", code=ImageCode.UNKNOWN_FEATURE)
     if record["build_time_nsec"] >= 1_000_000_000:
-        raise ImageError("a build time with nanoseconds out of range")
+        raise ImageError("a build time with nanoseconds out of range", code=ImageCode.OUT_OF_BOUNDS)
     if int(record["feature_compat"]) & fmt.FEATURE_COMPAT_SB_CHKSUM:
         block = bytearray(raw[fmt.SUPER_OFFSET : BLOCK])
         block[4:8] = bytes(4)
         if crc32c.crc32c(block) ^ 0xFFFFFFFF != record["checksum"]:
-            raise ImageError("the superblock's checksum is wrong")
+            raise ImageError("the superblock's checksum is wrong", code=ImageCode.BAD_CHECKSUM)
     if int(record["blocks"]) * BLOCK > len(raw):
-        raise ImageError(f"cut short: {len(raw)} bytes of {int(record['blocks']) * BLOCK}")
+        raise ImageError(f"cut short: {len(raw)} bytes of {int(record['blocks']) * BLOCK}", code=ImageCode.TRUNCATED)
     names = [name for name in Superblock.__slots__ if name not in ("uuid", "volume_name")]
     volume_name = record["volume_name"].tobytes().rstrip(b"\0")
     return Superblock(**{name: int(record[name]) for name in names}, uuid=record["uuid"].tobytes(), volume_name=volume_name)
@@ -325,7 +325,7 @@ def _read_devices(raw: memoryview, superblock: Superblock) -> tuple[Device, ...]
         return ()
     at = superblock.devt_slotoff * fmt.DEVICE_SLOT.itemsize
     if at < fmt.SUPER_OFFSET or at + superblock.extra_devices * fmt.DEVICE_SLOT.itemsize > len(raw):
-        raise ImageError("the device table is outside the image")
+        raise ImageError("the device table is outside the image", code=ImageCode.OUT_OF_BOUNDS)
     slots = np.frombuffer(raw, fmt.DEVICE_SLOT, superblock.extra_devices, at)
     table = bytes(raw[at : at + slots.nbytes])
     tags = [table[start : start + 64] for start in range(0, len(table), fmt.DEVICE_SLOT.itemsize)]

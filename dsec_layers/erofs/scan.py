@@ -20,7 +20,7 @@ from dsec_layers.erofs.columns import Ints, Mask, slices
 from dsec_layers.erofs.inodes import Geometry, InodeTable, decode_inodes, inode_modes
 from dsec_layers.erofs.overlay import whiteout_columns
 from dsec_layers.erofs.tree import BLOCK, show_path
-from dsec_layers.errors import ImageError
+from dsec_layers.errors import ImageCode, ImageError
 
 __all__ = ["Entries", "Scan", "read_directories", "scan"]
 
@@ -60,11 +60,11 @@ class Scan:
             inode = int(self.dir_inode[int(np.searchsorted(self.first, entry, "right")) - 1])
         return b"/".join(reversed(parts))
 
-    def refuse(self, bad: Mask, what: str) -> None:
+    def refuse(self, bad: Mask, what: str, code: ImageCode) -> None:
         """Raise ImageError with the nid and a path of the first inode for which ``bad`` holds, if any does."""
         if bad.any():
             at = int(np.flatnonzero(bad)[0])
-            raise ImageError(f"inode {self.inodes.nid[at]} ({show_path(self.path(at))}): {what}")
+            raise ImageError(f"inode {self.inodes.nid[at]} ({show_path(self.path(at))}): {what}", code=code)
 
 
 def scan(geometry: Geometry, root_nid: int) -> Scan:
@@ -78,27 +78,30 @@ def scan(geometry: Geometry, root_nid: int) -> Scan:
     parts: list[Entries] = []
     while len(frontier):
         if len(dir_nids) > fmt.MAX_DEPTH:
-            raise ImageError(f"directories nested deeper than {fmt.MAX_DEPTH}")
+            raise ImageError(f"directories nested deeper than {fmt.MAX_DEPTH}", code=ImageCode.LIMIT)
         table = decode_inodes(geometry, frontier)
         budget -= float(table.size.sum(dtype=np.float64))
         if budget < 0:
-            raise ImageError("directories larger together than the image")
+            raise ImageError("directories larger together than the image", code=ImageCode.INCONSISTENT)
         entries, types = read_directories(geometry, table, parents)
         modes = inode_modes(geometry, entries.nid)
         wrong = (types != fmt.FT_UNKNOWN) & (types != fmt.FILE_TYPE_OF_MODE[modes >> 12])
         if wrong.any():
-            raise ImageError(f"inode {entries.nid[np.flatnonzero(wrong)[0]]}: another file type than its directory entry says")
+            raise ImageError(
+                f"inode {entries.nid[np.flatnonzero(wrong)[0]]}: another file type than its directory entry says",
+                code=ImageCode.INCONSISTENT,
+            )
         below = (modes & 0o170000) == stat.S_IFDIR
         room -= len(entries.names)
         if room < 0:
-            raise ImageError(f"more than {fmt.MAX_ENTRIES} names")
+            raise ImageError(f"more than {fmt.MAX_ENTRIES} names", code=ImageCode.LIMIT)
         dir_nids.append(frontier)
         parts.append(entries)
         parents = np.repeat(frontier, np.diff(entries.first))[below]
         frontier = entries.nid[below]
         for nid in frontier.tolist():
             if nid in seen:
-                raise ImageError(f"inode {nid}: a directory with two names")
+                raise ImageError(f"inode {nid}: a directory with two names", code=ImageCode.INCONSISTENT)
             seen.add(nid)
     return _assemble(geometry, dir_nids, parts)
 
@@ -128,11 +131,13 @@ def _check_whole(geometry: Geometry, found: Scan) -> None:
     small = np.where(table.size < BLOCK, np.where(table.whole > 0, table.size, 0), 0)
     claimed = (table.body_at - table.pos) + table.inline + table.chunks * table.unit + small
     if claimed.sum(dtype=np.float64) > geometry.length:
-        raise ImageError("inodes that overlap: together they claim more than the image holds")
+        raise ImageError("inodes that overlap: together they claim more than the image holds", code=ImageCode.INCONSISTENT)
     whiteout = whiteout_columns(table.mode, table.i_u)
-    found.refuse(whiteout & ((table.nlink > 1) | (found.links > 1)), "a whiteout with more than one link")
+    found.refuse(whiteout & ((table.nlink > 1) | (found.links > 1)), "a whiteout with more than one link", ImageCode.INCONSISTENT)
     link = (table.mode & 0o170000) == stat.S_IFLNK
-    found.refuse(link & ((table.size == 0) | (table.size > fmt.MAX_TARGET)), "a link target that is empty or too long")
+    found.refuse(
+        link & ((table.size == 0) | (table.size > fmt.MAX_TARGET)), "a link target that is empty or too long", ImageCode.OUT_OF_BOUNDS
+    )
 
 
 # --- directories -------------------------------------------------------------------------------------------------------------------------------
@@ -143,9 +148,13 @@ def read_directories(geometry: Geometry, table: InodeTable, parents: Nids) -> tu
 
     The caller bounds the sum of the directories' sizes. Raises ImageError.
     """
-    table.refuse((table.mode & 0o170000) != stat.S_IFDIR, "not a directory")
-    table.refuse((table.layout != fmt.FLAT_PLAIN) & (table.layout != fmt.FLAT_INLINE), "a compressed directory, which is not supported")
-    table.refuse(table.size < 2 * fmt.DIRENT.itemsize + 3, "a directory too small for '.' and '..'")
+    table.refuse((table.mode & 0o170000) != stat.S_IFDIR, "not a directory", ImageCode.INCONSISTENT)
+    table.refuse(
+        (table.layout != fmt.FLAT_PLAIN) & (table.layout != fmt.FLAT_INLINE),
+        "a compressed directory, which is not supported",
+        ImageCode.UNKNOWN_FEATURE,
+    )
+    table.refuse(table.size < 2 * fmt.DIRENT.itemsize + 3, "a directory too small for '.' and '..'", ImageCode.TRUNCATED)
     count = table.whole + (table.inline > 0)
     owner = np.repeat(np.arange(len(count)), count)
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
@@ -155,8 +164,8 @@ def read_directories(geometry: Geometry, table: InodeTable, parents: Nids) -> tu
     entry_owner = np.repeat(owner, per_block)
     _check_order(table, entry_owner, names)
     for mark, want, what in ((dot, table.nid, "'.'"), (dotdot, parents.astype(np.int64), "'..'")):
-        table.refuse(np.bincount(entry_owner[mark], minlength=len(count)) != 1, f"a directory without {what}")
-        table.refuse(nid[mark].astype(np.int64) != want, f"a directory whose {what} is another")
+        table.refuse(np.bincount(entry_owner[mark], minlength=len(count)) != 1, f"a directory without {what}", ImageCode.INCONSISTENT)
+        table.refuse(nid[mark].astype(np.int64) != want, f"a directory whose {what} is another", ImageCode.INCONSISTENT)
     keep = ~(dot | dotdot)
     first = np.zeros(len(count) + 1, np.int64)
     np.cumsum(np.bincount(entry_owner[keep], minlength=len(count)), out=first[1:])
@@ -169,14 +178,19 @@ def _read_blocks(
     """Entries a block, and of each entry: nid, file type, name, whether it is ``.``, whether it is ``..``."""
     words = geometry.words
 
-    def refuse(bad: Mask, blocks: Ints, what: str) -> None:
+    def refuse(bad: Mask, blocks: Ints, what: str, code: ImageCode) -> None:
         if bad.any():
-            raise ImageError(f"inode {table.nid[owner[blocks[np.flatnonzero(bad)[0]]]]}: {what}")
+            raise ImageError(f"inode {table.nid[owner[blocks[np.flatnonzero(bad)[0]]]]}: {what}", code=code)
 
     every = np.arange(len(place))
-    refuse(used < fmt.DIRENT.itemsize + 1, every, "a directory block without an entry")
+    refuse(used < fmt.DIRENT.itemsize + 1, every, "a directory block without an entry", ImageCode.TRUNCATED)
     names_at = (words[(place >> 2) + 2] & 0xFFFF).astype(np.int64)
-    refuse((names_at < fmt.DIRENT.itemsize) | (names_at % fmt.DIRENT.itemsize != 0) | (names_at >= used), every, "a bad first nameoff")
+    refuse(
+        (names_at < fmt.DIRENT.itemsize) | (names_at % fmt.DIRENT.itemsize != 0) | (names_at >= used),
+        every,
+        "a bad first nameoff",
+        ImageCode.OUT_OF_BOUNDS,
+    )
     per_block = names_at // fmt.DIRENT.itemsize
     block = np.repeat(every, per_block)
     word = np.repeat(place >> 2, per_block) + 3 * (slices(np.zeros_like(per_block), per_block))
@@ -186,7 +200,7 @@ def _read_blocks(
     last = np.cumsum(per_block) - 1
     end = np.append(start[1:], 0)
     end[last] = used
-    refuse((start < names_at[block]) | (end > used[block]) | (start >= end), block, "name offsets out of order")
+    refuse((start < names_at[block]) | (end > used[block]) | (start >= end), block, "name offsets out of order", ImageCode.INCONSISTENT)
     names: list[bytes] = []
     starts, ends = array("q", start.tobytes()), array("q", end.tobytes())  # as objects they are five times as large
     spans = zip(starts, ends, strict=True)
@@ -199,11 +213,11 @@ def _read_blocks(
         names += [data[a:b] for a, b in islice(spans, n)]
         at += n
     length = np.fromiter(map(len, names), np.int64, len(names))
-    refuse((length == 0) | (length > fmt.MAX_NAME), block, "an empty name or one longer than 255 bytes")
+    refuse((length == 0) | (length > fmt.MAX_NAME), block, "an empty name or one longer than 255 bytes", ImageCode.BAD_ENCODING)
     joined = b"".join(names)
     if b"/" in joined or b"\0" in joined:
         bad = np.array([b"/" in name or b"\0" in name for name in names], np.bool_)
-        refuse(bad, block, "a name with '/' or NUL in it")
+        refuse(bad, block, "a name with '/' or NUL in it", ImageCode.BAD_ENCODING)
     dot = np.fromiter(map(b".".__eq__, names), np.bool_, len(names))
     dotdot = np.fromiter(map(b"..".__eq__, names), np.bool_, len(names))
     return per_block, nid, types, names, dot, dotdot
@@ -213,4 +227,4 @@ def _check_order(table: InodeTable, owner: Ints, names: list[bytes]) -> None:
     ascending = np.fromiter(map(operator.lt, names, islice(names, 1, None)), np.bool_, len(names) - 1)
     bad = ~ascending & (owner[:-1] == owner[1:])
     if bad.any():
-        raise ImageError(f"inode {table.nid[owner[np.flatnonzero(bad)[0]]]}: names out of order or twice")
+        raise ImageError(f"inode {table.nid[owner[np.flatnonzero(bad)[0]]]}: names out of order or twice", code=ImageCode.INCONSISTENT)

@@ -20,7 +20,7 @@ from dsec_layers.erofs.inodes import decode_chunks
 from dsec_layers.erofs.reader import Image
 from dsec_layers.erofs.scan import Scan
 from dsec_layers.erofs.tree import BLOCK, Inode, Tree, find_path, show_path
-from dsec_layers.errors import ImageError
+from dsec_layers.errors import ImageCode, ImageError
 
 __all__ = ["compare"]
 
@@ -31,7 +31,7 @@ def compare(tree: Tree, image: Buffer, devices: Sequence[int]) -> None:
     _compare_devices(read, devices)
     found = read.scan()
     if read.superblock.inos != len(found.inodes.nid):
-        raise ImageError(f"the image counts {read.superblock.inos} inodes but has {len(found.inodes.nid)}")
+        raise ImageError(f"the image counts {read.superblock.inos} inodes but has {len(found.inodes.nid)}", code=ImageCode.INCONSISTENT)
     expected = _match_names(tree, found)
     _compare_attributes(tree, expected, found)
     _compare_extents(tree, expected, read, found)
@@ -40,16 +40,19 @@ def compare(tree: Tree, image: Buffer, devices: Sequence[int]) -> None:
 
 
 def _differ(tree: Tree, inode: Inode, what: str) -> ImageError:
-    return ImageError(f"{show_path(find_path(tree.root, inode))}: the image says something else: {what}")
+    return ImageError(f"{show_path(find_path(tree.root, inode))}: the image says something else: {what}", code=ImageCode.INCONSISTENT)
 
 
 def _compare_devices(read: Image, devices: Sequence[int]) -> None:
     at = read.superblock.blocks
     if len(devices) != len(read.devices):
-        raise ImageError(f"the image names {len(read.devices)} devices, not {len(devices)}")
+        raise ImageError(f"the image names {len(read.devices)} devices, not {len(devices)}", code=ImageCode.INCONSISTENT)
     for number, (blocks, device) in enumerate(zip(devices, read.devices, strict=True), 1):
         if (device.blocks, device.mapped_blkaddr) != (blocks, at):
-            raise ImageError(f"device {number}: the image says {device.blocks} blocks at {device.mapped_blkaddr}, not {blocks} at {at}")
+            raise ImageError(
+                f"device {number}: the image says {device.blocks} blocks at {device.mapped_blkaddr}, not {blocks} at {at}",
+                code=ImageCode.INCONSISTENT,
+            )
         at += blocks
 
 

@@ -25,7 +25,7 @@ from dsec_layers.erofs.columns import Ints, Mask, chunk_lengths, slices
 from dsec_layers.erofs.flatten import Flat, flatten
 from dsec_layers.erofs.tree import BLOCK, HOLE, Tree, find_path, show_path
 from dsec_layers.erofs.xattr import XattrPlan, plan_xattrs
-from dsec_layers.errors import ImageError, LimitError
+from dsec_layers.errors import ImageCode, ImageError, LimitError
 
 __all__ = ["render"]
 
@@ -97,7 +97,7 @@ def render(
     sense and LimitError for one that EROFS cannot express, naming the path and the number. Source: ``fs/erofs/erofs_fs.h``.
     """
     if len(volume_name) > 15 or (uuid is not None and len(uuid) != 16):
-        raise ImageError("a volume name has at most 15 bytes, a uuid 16")
+        raise ImageError("a volume name has at most 15 bytes, a uuid 16", code=ImageCode.BAD_ENCODING)
     blocks_of = _check_devices(devices)
     flat = flatten(tree)
     extents = np.asarray(tree.extents, np.uint64)
@@ -125,7 +125,7 @@ def _check_devices(devices: Sequence[int]) -> Ints:
         raise LimitError(f"{len(devices)} segments; the limit is {fmt.MAX_DEVICES}", hint="use larger segments")
     blocks = np.array([*devices], np.int64)
     if len(blocks) and (blocks.min() < 1 or blocks.max() > fmt.MAX_BLOCKS):
-        raise ImageError("a device of no blocks or too many")
+        raise ImageError("a device of no blocks or too many", code=ImageCode.OUT_OF_BOUNDS)
     return blocks
 
 
@@ -143,7 +143,10 @@ def _chunk_indexes(flat: Flat, extents: np.typing.NDArray[np.uint64], blocks_of:
         at = int(np.flatnonzero(bad)[0])
         inode = flat.inodes[int(np.searchsorted(np.cumsum(flat.extent_count), at, "right"))]
         path = show_path(find_path(flat.root, inode))
-        raise ImageError(f"{path}: an extent of {need[at]} blocks at block {block[at]} of device {device[at]}, which is not there")
+        raise ImageError(
+            f"{path}: an extent of {need[at]} blocks at block {block[at]} of device {device[at]}, which is not there",
+            code=ImageCode.OUT_OF_BOUNDS,
+        )
     return (mine >> np.uint64(32) << np.uint64(16)) | (mine << np.uint64(32))
 
 

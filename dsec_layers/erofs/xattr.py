@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from dsec_layers.digest import Buffer
 from dsec_layers.erofs import format as fmt
 from dsec_layers.erofs.tree import Inode
-from dsec_layers.errors import ImageError, LimitError
+from dsec_layers.errors import ImageCode, ImageError, LimitError
 
 __all__ = ["Pair", "XattrPlan", "decode_area", "decode_entry", "encode_entry", "plan_xattrs"]
 
@@ -45,7 +45,7 @@ def encode_entry(name: bytes, value: bytes) -> bytes:
     if index is None:
         raise LimitError(f"attribute {shown}: EROFS has no such name space", hint="user., trusted., security. and POSIX ACLs can be stored")
     if b"\0" in name:
-        raise ImageError(f"attribute {shown!r}: a NUL byte in the name")
+        raise ImageError(f"attribute {shown!r}: a NUL byte in the name", code=ImageCode.BAD_ENCODING)
     rest = name[len(fmt.XATTR_PREFIXES[index]) :]
     entry = _ENTRY.pack(len(rest), index, len(value)) + rest + value
     return entry + bytes(-len(entry) % 4)
@@ -73,7 +73,7 @@ def plan_xattrs(inodes: list[Inode], start: int, path_of: Callable[[Inode], str]
             if pair not in entries:
                 entries[pair] = _encode_of(inodes[at], pair, path_of)
         if len({name for name, _ in pairs}) != len(pairs):
-            raise ImageError(f"{path_of(inodes[at])}: an attribute twice")
+            raise ImageError(f"{path_of(inodes[at])}: an attribute twice", code=ImageCode.INCONSISTENT)
     ids: dict[Pair, int] = {}
     shared = bytearray()
     for pair in sorted(entries):
@@ -89,7 +89,7 @@ def _encode_of(inode: Inode, pair: Pair, path_of: Callable[[Inode], str]) -> byt
     try:
         return encode_entry(*pair)
     except (LimitError, ImageError) as error:
-        raise type(error)(f"{path_of(inode)}: {error.message}", hint=error.hint) from None
+        raise error.located(path_of(inode)) from None
 
 
 def _area(
@@ -115,21 +115,21 @@ def _area(
 def decode_entry(data: Buffer, at: int, end: int) -> tuple[Pair, int]:
     """The attribute at ``at`` and where the next one starts. ``end`` bounds both. Raises ImageError without saying where."""
     if end - at < fmt.XATTR_ENTRY_HEADER:
-        raise ImageError("an extended attribute does not fit its area")
+        raise ImageError("an extended attribute does not fit its area", code=ImageCode.INCONSISTENT)
     length, index, size = _ENTRY.unpack_from(data, at)
     name_at = at + fmt.XATTR_ENTRY_HEADER
     value_at = name_at + length
     after = value_at + size + (-(value_at + size - at) % 4)
     if after > end:
-        raise ImageError("an extended attribute does not fit its area")
+        raise ImageError("an extended attribute does not fit its area", code=ImageCode.INCONSISTENT)
     if index & fmt.XATTR_LONG_PREFIX:
-        raise ImageError("long extended attribute prefixes are not supported")
+        raise ImageError("long extended attribute prefixes are not supported", code=ImageCode.UNKNOWN_FEATURE)
     prefix = fmt.XATTR_PREFIXES.get(index)
     if prefix is None or prefix.endswith(b".") != bool(length):
-        raise ImageError(f"an extended attribute with name index {index} and a name of {length} bytes")
+        raise ImageError(f"an extended attribute with name index {index} and a name of {length} bytes", code=ImageCode.BAD_ENCODING)
     rest = bytes(data[name_at:value_at])
     if b"\0" in rest:
-        raise ImageError("an extended attribute with a NUL byte in its name")
+        raise ImageError("an extended attribute with a NUL byte in its name", code=ImageCode.BAD_ENCODING)
     return (prefix + rest, bytes(data[value_at : value_at + size])), after
 
 
@@ -138,7 +138,7 @@ def decode_area(area: bytes) -> tuple[tuple[int, ...], list[Pair]]:
     _, count = _HEADER.unpack_from(area)
     at = fmt.XATTR_IBODY_HEADER + 4 * count
     if at > len(area):
-        raise ImageError("more shared extended attributes than their area holds")
+        raise ImageError("more shared extended attributes than their area holds", code=ImageCode.INCONSISTENT)
     ids = struct.unpack_from(f"<{count}I", area, fmt.XATTR_IBODY_HEADER)
     pairs: list[Pair] = []
     while at < len(area):

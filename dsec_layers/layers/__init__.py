@@ -7,7 +7,7 @@ Face::
     descriptor  Descriptor, Kind, MANIFEST
     disk        DISK_CONFIG, DiskConfig, DiskImage, DiskLayer, LAYER_TAR, pack_pieces, parse_pieces, PIECE_SIZE, PIECES, UUID
     frames      Bound, CHUNKS_BOUND, compress, decompress, decompress_into, MAX_METADATA, METADATA_BOUND, SeekTable, skippable,
-                unpack
+                split_metadata, unpack
     manifest    canonical_json, Environment, FOREIGN, Layer, LayerConfig, MAX_DESCRIPTORS, MAX_JSON, Object, parse_config,
                 parse_disk, parse_layer, parse_object
     metadata    open_metadata

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dsec_layers.digest import Buffer
-from dsec_layers.errors import ImageError
+from dsec_layers.errors import ImageCode, ImageError
 from dsec_layers.oci import MANIFEST, Descriptor, canonical_json, descriptor_json
 
 __all__ = [
@@ -89,13 +89,13 @@ class DiskConfig:
             size, name, recipe, builder = value["virtual_size"], value.get("name", ""), value.get("recipe", {}), value.get("builder", "")
             known = value["format"] == 1
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ImageError("not a disk config") from error
+            raise ImageError("not a disk config", code=ImageCode.BAD_MAGIC) from error
         if not known:
-            raise ImageError(f"disk format {str(value['format'])[:20]} is not known here")
+            raise ImageError(f"disk format {str(value['format'])[:20]} is not known here", code=ImageCode.BAD_VERSION)
         if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 1 << 63 or size % 512:
-            raise ImageError("disk config has no proper virtual size")
+            raise ImageError("disk config has no proper virtual size", code=ImageCode.BAD_ENCODING)
         if not isinstance(name, str) or not isinstance(builder, str) or not isinstance(recipe, dict):
-            raise ImageError("disk config has a field of the wrong type")
+            raise ImageError("disk config has a field of the wrong type", code=ImageCode.BAD_ENCODING)
         return cls(size, name, recipe, builder)
 
 
@@ -125,13 +125,15 @@ class DiskImage:
     def of(cls, config: Descriptor, items: Sequence[Descriptor]) -> DiskImage:
         """The disk of a parsed manifest's config and layers. Raises ImageError if they do not alternate as they must."""
         if config.media_type != DISK_CONFIG or not items or len(items) % 2 or len(items) > 2 * MAX_LAYERS:
-            raise ImageError("disk manifest must have a disk config and 1 to 255 layers, each with its pieces list")
+            raise ImageError(
+                "disk manifest must have a disk config and 1 to 255 layers, each with its pieces list", code=ImageCode.INCONSISTENT
+            )
         layers = tuple(DiskLayer(blob, pieces) for blob, pieces in zip(items[::2], items[1::2], strict=True))
         for layer in layers:
             if layer.blob.media_type != LAYER_TAR or layer.pieces.media_type != PIECES:
-                raise ImageError("disk manifest: a layer or its pieces list has the wrong media type")
+                raise ImageError("disk manifest: a layer or its pieces list has the wrong media type", code=ImageCode.INCONSISTENT)
             if layer.pieces.size != pieces_size(layer.blob.size):
-                raise ImageError("disk manifest: a pieces list does not fit its layer")
+                raise ImageError("disk manifest: a pieces list does not fit its layer", code=ImageCode.INCONSISTENT)
         return cls(config, layers)
 
 
@@ -148,6 +150,6 @@ def pack_pieces(blob_size: int, digests: Sequence[bytes]) -> bytes:
 def parse_pieces(data: Buffer, blob_size: int) -> list[bytes]:
     """The digests of a pieces list that belongs to a blob of ``blob_size`` bytes. Raises ImageError."""
     if len(data) != pieces_size(blob_size) or _HEADER.unpack_from(data) != (_MAGIC, 1, _DIGEST, PIECE_SIZE, blob_size):
-        raise ImageError("not the pieces list of this blob")
+        raise ImageError("not the pieces list of this blob", code=ImageCode.INCONSISTENT)
     body = bytes(data[_HEADER.size :])
     return [body[at : at + _DIGEST] for at in range(0, len(body), _DIGEST)]

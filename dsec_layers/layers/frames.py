@@ -13,7 +13,7 @@ from typing import Final
 import zstandard
 
 from dsec_layers.digest import Buffer
-from dsec_layers.errors import ImageError
+from dsec_layers.errors import ImageCode, ImageError
 
 __all__ = [
     "CHUNKS_BOUND",
@@ -75,15 +75,15 @@ def compress(data: Buffer, level: int = 3) -> bytes:
 def decompress(frame: Buffer, size: int) -> bytes:
     """The content of one zstd frame that must decompress to exactly ``size`` bytes. ImageError for anything else."""
     if size > len(memoryview(frame)) * _MAX_RATIO:
-        raise ImageError(f"zstd frame of {len(memoryview(frame))} bytes cannot hold the {size} it should")
+        raise ImageError(f"zstd frame of {len(memoryview(frame))} bytes cannot hold the {size} it should", code=ImageCode.INCONSISTENT)
     try:
         if zstandard.frame_content_size(frame) != size:
-            raise ImageError(f"zstd frame does not hold the {size} bytes it should")
+            raise ImageError(f"zstd frame does not hold the {size} bytes it should", code=ImageCode.INCONSISTENT)
         data = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise ImageError(f"bad zstd frame: {error}") from error
+        raise ImageError(f"bad zstd frame: {error}", code=ImageCode.BAD_ENCODING) from error
     if len(data) != size:
-        raise ImageError(f"zstd frame holds {len(data)} bytes, not {size}")
+        raise ImageError(f"zstd frame holds {len(data)} bytes, not {size}", code=ImageCode.INCONSISTENT)
     return data
 
 
@@ -91,14 +91,14 @@ def decompress_into(frame: Buffer, target: memoryview) -> None:
     """As ``decompress``, into memory that is there already: one frame whose content fills ``target``. Raises ImageError."""
     try:
         if zstandard.frame_content_size(frame) != len(target):
-            raise ImageError(f"zstd frame does not hold the {len(target)} bytes it should")
+            raise ImageError(f"zstd frame does not hold the {len(target)} bytes it should", code=ImageCode.INCONSISTENT)
         # The whole frame and room for all its content at hand, the library decompresses in one go.
         if zstandard.ZstdDecompressor().stream_reader(frame, read_size=len(frame)).readinto(target) != len(target):
-            raise ImageError("zstd frame ends early")
+            raise ImageError("zstd frame ends early", code=ImageCode.TRUNCATED)
     except zstandard.ZstdError as error:
-        raise ImageError(f"bad zstd frame: {error}") from error
+        raise ImageError(f"bad zstd frame: {error}", code=ImageCode.BAD_ENCODING) from error
     if frame_length(frame) != len(frame):
-        raise ImageError("bad zstd frame: more follows it")
+        raise ImageError("bad zstd frame: more follows it", code=ImageCode.BAD_ENCODING)
 
 
 def skippable(data: Buffer, magic: int = SKIPPABLE) -> bytes:
@@ -124,10 +124,10 @@ def split_metadata(blob: Buffer, limit: int = MAX_METADATA) -> tuple[bytes, byte
     size = _content_size(view[:end], min(limit, METADATA_BOUND.most(end)))
     image, rest = decompress(view[:end], size), view[end:]
     if len(rest) < _HEAD.size:
-        raise ImageError("metadata blob has no segment table")
+        raise ImageError("metadata blob has no segment table", code=ImageCode.INCONSISTENT)
     magic, length = _HEAD.unpack_from(rest)
     if magic != SKIPPABLE or _HEAD.size + length != len(rest):
-        raise ImageError("metadata blob has no proper segment table frame")
+        raise ImageError("metadata blob has no proper segment table frame", code=ImageCode.BAD_ENCODING)
     return image, bytes(rest[_HEAD.size :])
 
 
@@ -138,14 +138,14 @@ def frame_length(data: Buffer) -> int:
         at = zstandard.frame_header_size(view)
         checksum = zstandard.get_frame_parameters(view).has_checksum
     except zstandard.ZstdError as error:
-        raise ImageError(f"bad zstd frame: {error}") from error
+        raise ImageError(f"bad zstd frame: {error}", code=ImageCode.BAD_ENCODING) from error
     last = False
     while not last:
         header = int.from_bytes(view[at : at + 3], "little")
         last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
         at += 3 + (1 if kind == _RLE else size)
         if at > len(view):
-            raise ImageError("zstd frame is truncated")
+            raise ImageError("zstd frame is truncated", code=ImageCode.TRUNCATED)
     return at + (4 if checksum else 0)
 
 
@@ -154,9 +154,9 @@ def _content_size(view: memoryview, limit: int) -> int:
     try:
         size = zstandard.frame_content_size(view)
     except zstandard.ZstdError as error:
-        raise ImageError(f"bad zstd frame: {error}") from error
+        raise ImageError(f"bad zstd frame: {error}", code=ImageCode.BAD_ENCODING) from error
     if not 0 <= size <= min(limit, len(view) * _MAX_RATIO):
-        raise ImageError(f"zstd frame of {len(view)} bytes says that it holds {size} bytes, the limit is {limit}")
+        raise ImageError(f"zstd frame of {len(view)} bytes says that it holds {size} bytes, the limit is {limit}", code=ImageCode.LIMIT)
     return size
 
 

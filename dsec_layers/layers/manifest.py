@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from dsec_layers.digest import Buffer, Digest, is_digest
-from dsec_layers.errors import ImageError
+from dsec_layers.errors import ImageCode, ImageError
 from dsec_layers.layers import descriptor as d
 from dsec_layers.layers.descriptor import Descriptor, Kind
 from dsec_layers.layers.disk import DISK, DiskImage
@@ -154,26 +154,26 @@ def parse_object(data: Buffer) -> Object:
         return parse_environment(data)
     if artifact == DISK:
         return parse_disk(data)
-    raise ImageError(f"not a layer, environment or disk: artifactType is {str(artifact)[:100]!r}")
+    raise ImageError(f"not a layer, environment or disk: artifactType is {str(artifact)[:100]!r}", code=ImageCode.BAD_MAGIC)
 
 
 def parse_layer(data: Buffer) -> Layer:
     """The value of a layer manifest."""
     value = _object(data)
     if value.get("artifactType") != d.LAYER or value.get("schemaVersion") != 2:
-        raise ImageError("not a layer manifest")
+        raise ImageError("not a layer manifest", code=ImageCode.BAD_MAGIC)
     config = _descriptor(value.get("config"))
     if config.media_type != d.CONFIG:
-        raise ImageError(f"layer config has media type {config.media_type[:100]!r}")
+        raise ImageError(f"layer config has media type {config.media_type[:100]!r}", code=ImageCode.INCONSISTENT)
     items = [_descriptor(item) for item in _list(value, "layers")]
     by_type = {kind: [item for item in items if item.media_type == kind] for kind in (d.METADATA, d.EROFS, d.CHUNKS, d.SEGMENTS)}
     if sum(map(len, by_type.values())) != len(items):
-        raise ImageError("layer manifest has a blob of unknown media type")
+        raise ImageError("layer manifest has a blob of unknown media type", code=ImageCode.UNKNOWN_FEATURE)
     if len({item.digest for item in by_type[d.SEGMENTS]}) != len(by_type[d.SEGMENTS]):
-        raise ImageError("layer manifest has a segments blob twice")
+        raise ImageError("layer manifest has a segments blob twice", code=ImageCode.INCONSISTENT)
     heads = by_type[d.METADATA] + by_type[d.EROFS]
     if len(heads) != 1 or len(by_type[d.CHUNKS]) > 1 or (by_type[d.EROFS] and len(items) > 1):
-        raise ImageError("layer manifest must have one metadata blob and at most one chunk table")
+        raise ImageError("layer manifest must have one metadata blob and at most one chunk table", code=ImageCode.INCONSISTENT)
     return Layer(_kind(value), config, heads[0], by_type[d.CHUNKS][0] if by_type[d.CHUNKS] else None, tuple(by_type[d.SEGMENTS]))
 
 
@@ -181,15 +181,15 @@ def parse_environment(data: Buffer) -> Environment:
     """The value of an environment index."""
     value = _object(data)
     if value.get("artifactType") != d.ENVIRONMENT or value.get("schemaVersion") != 2:
-        raise ImageError("not an environment index")
+        raise ImageError("not an environment index", code=ImageCode.BAD_MAGIC)
     layers: list[tuple[Kind, Descriptor]] = []
     for item in _list(value, "manifests"):
         layer = _descriptor(item)
         if layer.media_type != d.MANIFEST:
-            raise ImageError(f"environment member has media type {layer.media_type[:100]!r}")
+            raise ImageError(f"environment member has media type {layer.media_type[:100]!r}", code=ImageCode.INCONSISTENT)
         layers.append((_kind(item), Descriptor(layer.media_type, layer.digest, layer.size)))
     if not layers or layers[0][0] is not Kind.BASE:
-        raise ImageError("an environment begins with a base")
+        raise ImageError("an environment begins with a base", code=ImageCode.INCONSISTENT)
     return Environment(tuple(layers))
 
 
@@ -197,7 +197,7 @@ def parse_disk(data: Buffer) -> DiskImage:
     """The value of a disk manifest."""
     value = _object(data)
     if value.get("artifactType") != DISK or value.get("schemaVersion") != 2:
-        raise ImageError("not a disk manifest")
+        raise ImageError("not a disk manifest", code=ImageCode.BAD_MAGIC)
     return DiskImage.of(_descriptor(value.get("config")), [_descriptor(item) for item in _list(value, "layers")])
 
 
@@ -207,14 +207,18 @@ def parse_config(data: Buffer) -> LayerConfig:
     try:
         kind = Kind(value.get("kind", ""))
     except ValueError as error:
-        raise ImageError(f"layer config has unknown kind {str(value.get('kind'))[:100]!r}") from error
+        raise ImageError(f"layer config has unknown kind {str(value.get('kind'))[:100]!r}", code=ImageCode.UNKNOWN_FEATURE) from error
     if value.get("format") != FORMAT:
-        raise ImageError(f"layer format {str(value.get('format'))[:20]} is not known here (this version reads {FORMAT})")
+        raise ImageError(
+            f"layer format {str(value.get('format'))[:20]} is not known here (this version reads {FORMAT})", code=ImageCode.BAD_VERSION
+        )
     if value.get("digests") != ALGORITHMS:
-        raise ImageError(f"layer uses digests that this version does not know: {str(value.get('digests'))[:100]}")
+        raise ImageError(
+            f"layer uses digests that this version does not know: {str(value.get('digests'))[:100]}", code=ImageCode.UNKNOWN_FEATURE
+        )
     features = value.get("features", [])
     if not isinstance(features, list) or features:
-        raise ImageError(f"layer needs features that this version does not know: {str(features)[:200]}")
+        raise ImageError(f"layer needs features that this version does not know: {str(features)[:200]}", code=ImageCode.UNKNOWN_FEATURE)
     return LayerConfig(
         kind,
         env=_env(value.get("env", {})),
@@ -231,19 +235,19 @@ def parse_config(data: Buffer) -> LayerConfig:
 
 def _mapping(value: Any, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ImageError(f"layer config: {what} is no object")
+        raise ImageError(f"layer config: {what} is no object", code=ImageCode.BAD_ENCODING)
     return value
 
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str) or "\0" in value:
-        raise ImageError(f"layer config: {what} is no proper text")
+        raise ImageError(f"layer config: {what} is no proper text", code=ImageCode.BAD_ENCODING)
     return value
 
 
 def _one_of(value: Any, known: tuple[str, ...], what: str) -> str:
     if value not in known:
-        raise ImageError(f"layer config: {what} {str(value)[:100]!r} is not known here")
+        raise ImageError(f"layer config: {what} {str(value)[:100]!r} is not known here", code=ImageCode.UNKNOWN_FEATURE)
     return str(value)
 
 
@@ -251,26 +255,26 @@ def _path(value: Any, what: str) -> str:
     """Empty, or an absolute path inside the layer without ``.``, ``..`` or doubled slashes."""
     text = _text(value, what)
     if text and (not text.startswith("/") or any(part in ("", ".", "..") for part in text[1:].split("/") if text != "/")):
-        raise ImageError(f"layer config: {what} {text[:100]!r} is not an absolute path in plain form")
+        raise ImageError(f"layer config: {what} {text[:100]!r} is not an absolute path in plain form", code=ImageCode.BAD_ENCODING)
     return text
 
 
 def _env(value: Any) -> dict[str, str]:
     if not _is_text_map(value) or any(not name or "=" in name or "\0" in name + item for name, item in value.items()):
-        raise ImageError("layer config: env is not a map of names to values")
+        raise ImageError("layer config: env is not a map of names to values", code=ImageCode.BAD_ENCODING)
     return dict(value)
 
 
 def _counts(value: Any) -> dict[str, int]:
     counts = _mapping(value, "counts")
     if not all(type(item) is int and 0 <= item < 1 << 63 for item in counts.values()):
-        raise ImageError("layer config: a count is no number")
+        raise ImageError("layer config: a count is no number", code=ImageCode.BAD_ENCODING)
     return counts
 
 
 def _parent(value: Any) -> Digest | None:
     if value is not None and not (isinstance(value, str) and is_digest(value)):
-        raise ImageError("layer config names a parent that is no digest")
+        raise ImageError("layer config names a parent that is no digest", code=ImageCode.BAD_ENCODING)
     return value
 
 
@@ -280,14 +284,14 @@ def _is_text_map(value: Any) -> bool:
 
 def _object(data: Buffer) -> dict[str, Any]:
     if len(data) > MAX_JSON:
-        raise ImageError(f"manifest of {len(data)} bytes is over the limit of {MAX_JSON}")
+        raise ImageError(f"manifest of {len(data)} bytes is over the limit of {MAX_JSON}", code=ImageCode.LIMIT)
     try:
         value = json.loads(bytes(data).decode(), parse_constant=_no_constant)
         canonical_json(value)  # what has no UTF-8 form (a lone surrogate) could be read but never written again
     except (ValueError, RecursionError) as error:
-        raise ImageError("manifest is not JSON") from error
+        raise ImageError("manifest is not JSON", code=ImageCode.BAD_ENCODING) from error
     if not isinstance(value, dict):
-        raise ImageError("manifest is not a JSON object")
+        raise ImageError("manifest is not a JSON object", code=ImageCode.BAD_ENCODING)
     return value
 
 
@@ -308,4 +312,4 @@ def _kind(value: dict[str, Any]) -> Kind:
     try:
         return Kind(annotations.get(KIND, "") if isinstance(annotations, dict) else "")
     except ValueError as error:
-        raise ImageError(f"manifest lacks a proper {KIND} annotation") from error
+        raise ImageError(f"manifest lacks a proper {KIND} annotation", code=ImageCode.BAD_ENCODING) from error

@@ -6,7 +6,7 @@ import numpy as np
 
 from dsec_layers.digest import Buffer
 from dsec_layers.erofs.reader import Image
-from dsec_layers.errors import ImageError
+from dsec_layers.errors import ImageCode, ImageError
 from dsec_layers.layers.frames import MAX_METADATA, split_metadata
 from dsec_layers.layers.manifest import Layer
 from dsec_layers.layers.tables import BLOCK, Table, parse_segments
@@ -21,18 +21,18 @@ def open_metadata(blob: Buffer, layer: Layer, *, limit: int = MAX_METADATA) -> t
     so that metadata and segments in a row are the flat image. Raises ImageError.
     """
     if layer.compressed:
-        raise ImageError("a layer of the compressed layout has no metadata blob")
+        raise ImageError("a layer of the compressed layout has no metadata blob", code=ImageCode.INCONSISTENT)
     image, raw = split_metadata(blob, limit)
     table = parse_segments(raw, tuple(item.size for item in layer.segments))
     devices = Image(image).devices
     if len(devices) != len(table):
-        raise ImageError(f"the image has {len(devices)} devices, the segment table {len(table)} records")
+        raise ImageError(f"the image has {len(devices)} devices, the segment table {len(table)} records", code=ImageCode.INCONSISTENT)
     if len(image) % BLOCK:
-        raise ImageError("the metadata image does not end at a block")
+        raise ImageError("the metadata image does not end at a block", code=ImageCode.INCONSISTENT)
     blocks = np.array([device.blocks for device in devices], np.int64)
     mapped = np.array([device.mapped_blkaddr for device in devices], np.int64)
     if (blocks * BLOCK != table["size"]).any():
-        raise ImageError("device table and segment table differ in a segment's size")
+        raise ImageError("device table and segment table differ in a segment's size", code=ImageCode.INCONSISTENT)
     if (mapped != len(image) // BLOCK + np.cumsum(blocks) - blocks).any():
-        raise ImageError("the devices' unified addresses do not follow one another behind the metadata")
+        raise ImageError("the devices' unified addresses do not follow one another behind the metadata", code=ImageCode.INCONSISTENT)
     return image, table

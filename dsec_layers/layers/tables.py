@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from dsec_layers.digest import Buffer
-from dsec_layers.errors import ImageError
+from dsec_layers.errors import ImageCode, ImageError
 
 __all__ = [
     "CHUNK",
@@ -77,19 +77,19 @@ def parse_segments(data: Buffer, blob_sizes: tuple[int, ...]) -> Table:
         return table
     blob, offset, stored, size = (table[name].astype(np.uint64) for name in ("blob", "offset", "stored", "size"))
     if (size == 0).any() or (size > MAX_SEGMENT).any() or (size % BLOCK != 0).any():
-        raise ImageError("segment table: a segment's size is not 4 KiB to 16 MiB in whole blocks")
+        raise ImageError("segment table: a segment's size is not 4 KiB to 16 MiB in whole blocks", code=ImageCode.OUT_OF_BOUNDS)
     if (blob >= len(blob_sizes)).any():
-        raise ImageError("segment table: a record names a segments blob that the manifest lacks")
+        raise ImageError("segment table: a record names a segments blob that the manifest lacks", code=ImageCode.OUT_OF_BOUNDS)
     ends = offset + stored
     if (stored == 0).any() or (ends < offset).any() or (ends > np.array(blob_sizes, dtype=np.uint64)[blob]).any():
-        raise ImageError("segment table: a record leaves its blob")
+        raise ImageError("segment table: a record leaves its blob", code=ImageCode.OUT_OF_BOUNDS)
     if (stored > size + (size >> np.uint64(6)) + BLOCK).any():
-        raise ImageError("segment table: a record's frame is longer than its segment can make it")
+        raise ImageError("segment table: a record's frame is longer than its segment can make it", code=ImageCode.OUT_OF_BOUNDS)
     same = blob[1:] == blob[:-1]
     if (blob[1:] < blob[:-1]).any() or (same & (offset[1:] < ends[:-1])).any():
-        raise ImageError("segment table: records overlap or are out of order")
+        raise ImageError("segment table: records overlap or are out of order", code=ImageCode.INCONSISTENT)
     if table["flags"].any():
-        raise ImageError("segment table: unknown flags")
+        raise ImageError("segment table: unknown flags", code=ImageCode.UNKNOWN_FEATURE)
     return table
 
 
@@ -99,14 +99,14 @@ def parse_chunks(data: Buffer, segments: Table) -> Table:
     if not len(table):
         return table
     if (table["segment"] >= len(segments)).any():
-        raise ImageError("chunk table: a record names a segment that the layer lacks")
+        raise ImageError("chunk table: a record names a segment that the layer lacks", code=ImageCode.OUT_OF_BOUNDS)
     blocks, size = table["blocks"].astype(np.uint64), table["size"].astype(np.uint64)
     if ((table["block"] + blocks) * BLOCK > segments["size"][table["segment"]]).any():
-        raise ImageError("chunk table: a record leaves its segment")
+        raise ImageError("chunk table: a record leaves its segment", code=ImageCode.OUT_OF_BOUNDS)
     if (size == 0).any() or ((size + (BLOCK - 1)) // BLOCK != blocks).any():
-        raise ImageError("chunk table: a chunk's size does not fit its number of blocks")
+        raise ImageError("chunk table: a chunk's size does not fit its number of blocks", code=ImageCode.INCONSISTENT)
     if not _ascending(_keys(table)):
-        raise ImageError("chunk table: records are not in the order of their digests, each once")
+        raise ImageError("chunk table: records are not in the order of their digests, each once", code=ImageCode.INCONSISTENT)
     return table
 
 
@@ -125,10 +125,15 @@ def _ascending(keys: "np.ndarray[Any, np.dtype[np.uint64]]") -> bool:  # noqa: U
 
 def _parse(data: Buffer, magic: bytes, dtype: np.dtype[np.void], limit: int) -> Table:
     if len(data) < _HEADER.size:
-        raise ImageError(f"{magic.decode()} table is truncated")
+        raise ImageError(f"{magic.decode()} table is truncated", code=ImageCode.TRUNCATED)
     found, version, record, count, reserved = _HEADER.unpack_from(data)
     if found != magic or version != VERSION or record != dtype.itemsize or reserved:
-        raise ImageError(f"not a {magic.decode()} table of version {VERSION}")
+        raise ImageError(
+            f"not a {magic.decode()} table of version {VERSION}", code=ImageCode.BAD_VERSION if found == magic else ImageCode.BAD_MAGIC
+        )
     if count > limit or _HEADER.size + count * record != len(data):
-        raise ImageError(f"{magic.decode()} table says {count} records, which its {len(data)} bytes or the limit {limit} do not allow")
+        raise ImageError(
+            f"{magic.decode()} table says {count} records, which its {len(data)} bytes or the limit {limit} do not allow",
+            code=ImageCode.OUT_OF_BOUNDS,
+        )
     return np.frombuffer(data, dtype=dtype, count=count, offset=_HEADER.size)

@@ -1,10 +1,12 @@
 """OverlayBD disks: LSMT layers, ZFile compression, the tar around them, and the disk that is made of them.
 
-Everything is a BlockSource in and bytes out; only ``upper`` works on files, through descriptors it is given. docs/formats/overlaybd.md describes the formats.
+Everything is a BlockSource in and bytes out, but for ``upper`` and ``upper_journal``: the writable layer is files by its nature, and works on descriptors
+that its caller opened; it opens and names none. ``disk`` stacks it on read-only layers. docs/formats/overlaybd.md describes the formats.
 
 Face::
 
     config        ImageConfig, lower_paths, LowerConfig, parse_config, render_config
+    dump          dump, DumpKind
     lsmt          encode_entries, Flags, Header, MAX_LBA, NIL_UUID, SPACE
     oci           blob_info, BlobInfo, layer_descriptor
     packing       virtual_size

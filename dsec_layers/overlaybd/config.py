@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias, TypeVar
 
 from dsec_layers.digest import Buffer
-from dsec_layers.errors import ImageError
+from dsec_layers.errors import ImageCode, ImageError
 
 __all__ = ["ImageConfig", "LowerConfig", "UpperConfig", "blob_url", "lower_paths", "parse_config", "render_config"]
 
@@ -72,15 +72,15 @@ class ImageConfig:
 def parse_config(data: Buffer) -> ImageConfig:
     """Read a config.v1.json. Raises ImageError."""
     if len(data) > _MAX_BYTES:
-        raise ImageError(f"config.v1.json: {len(data)} bytes are too many")
+        raise ImageError(f"config.v1.json: {len(data)} bytes are too many", code=ImageCode.LIMIT)
     try:
         top = json.loads(bytes(data))
     except (ValueError, RecursionError) as error:
-        raise ImageError(f"config.v1.json: {error}") from error
+        raise ImageError(f"config.v1.json: {error}", code=ImageCode.BAD_ENCODING) from error
     values = _values(ImageConfig, top, "config.v1.json")
     lowers = values.pop("lowers", [])
     if len(lowers) > _MAX_LOWERS:
-        raise ImageError(f"config.v1.json: {len(lowers)} lowers, more than {_MAX_LOWERS}")
+        raise ImageError(f"config.v1.json: {len(lowers)} lowers, more than {_MAX_LOWERS}", code=ImageCode.LIMIT)
     upper = values.pop("upper", None)
     if upper:
         values["upper"] = UpperConfig(**_values(UpperConfig, upper, "config.v1.json: upper"))
@@ -114,7 +114,7 @@ def blob_url(config: ImageConfig, lower: LowerConfig) -> str | None:
 def _values(kind: type[_T], given: object, what: str) -> dict[str, Any]:
     """Constructor arguments for ``kind`` out of a JSON object; what it has no field for goes to ``extra``."""
     if not isinstance(given, dict):
-        raise ImageError(f"{what} is not an object")
+        raise ImageError(f"{what} is not an object", code=ImageCode.BAD_ENCODING)
     rest = dict(given)
     values: dict[str, Any] = {}
     for entry in fields(kind):  # type: ignore[arg-type]
@@ -136,7 +136,7 @@ def _checked(name: str, value: object, what: str) -> object:
     else:
         good = isinstance(value, str)
     if not good:
-        raise ImageError(f"{what} has a value of a wrong kind: {str(value)[:60]}")
+        raise ImageError(f"{what} has a value of a wrong kind: {str(value)[:60]}", code=ImageCode.BAD_ENCODING)
     return value
 
 

@@ -9,7 +9,7 @@ from typing import Literal, SupportsIndex, TypeAlias
 
 from dsec_layers.blocksource import BlockSource, check_range
 from dsec_layers.digest import Buffer
-from dsec_layers.errors import ImageError, LimitError, UsageError
+from dsec_layers.errors import ImageCode, ImageError, LimitError, UsageError
 from dsec_layers.overlaybd.layer import LsmtLayer
 from dsec_layers.overlaybd.packing import stack_layers, virtual_size
 from dsec_layers.overlaybd.segments import MAX_SOURCES, SECTOR, Segments, stack
@@ -143,7 +143,7 @@ class Disk:
         mapping, sources = stack_layers(layers) if layers else (stack([]), ())
         self.size = (upper.virtual_size if upper is not None else 0) or virtual_size(layers)
         if not self.size:
-            raise ImageError("no layer states the size of the disk")
+            raise ImageError("no layer states the size of the disk", code=ImageCode.INCONSISTENT)
         self._state = _State(mapping, sources, upper)
         self._lock = threading.Lock()  # one change at a time: a write of part of a sector reads the sector first
 

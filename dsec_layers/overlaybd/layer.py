@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dsec_layers.blocksource import BlockSource
-from dsec_layers.errors import ImageError
+from dsec_layers.errors import ImageCode, ImageError
 from dsec_layers.overlaybd.lsmt import (
     ENTRY,
     MAX_RO_ENTRIES,
@@ -28,7 +28,7 @@ from dsec_layers.overlaybd.tarwrap import looks_like_tar, unwrap
 from dsec_layers.overlaybd.zfile import BlockCache, ZFile
 from dsec_layers.overlaybd.zfile_format import looks_like_zfile
 
-__all__ = ["LsmtLayer", "open_layer", "open_sparse", "open_upper_pair", "parse_log"]
+__all__ = ["LsmtLayer", "check_layer", "open_layer", "open_sparse", "open_upper_pair", "parse_log"]
 
 _PROBE = 512
 _FIRST = SPACE // SECTOR
@@ -62,7 +62,10 @@ def open_layer(source: BlockSource, *, cache: BlockCache | None = None, target: 
         nesting.append("zfile")
         source = ZFile(source, cache)
     if not looks_like_lsmt(_probe(source)):
-        raise ImageError(f"not an OverlayBD layer: no LSMT header{' within the ' + ' in the '.join(reversed(nesting)) if nesting else ''}")
+        raise ImageError(
+            f"not an OverlayBD layer: no LSMT header{' within the ' + ' in the '.join(reversed(nesting)) if nesting else ''}",
+            code=ImageCode.BAD_MAGIC,
+        )
     trailer, segments = _read_sealed(source, warp=target is not None)
     sources: tuple[BlockSource, ...] = (source,)
     if target is not None:
@@ -73,12 +76,25 @@ def open_layer(source: BlockSource, *, cache: BlockCache | None = None, target: 
     return LsmtLayer(trailer, segments, sources, (*nesting, "lsmt"))
 
 
+def check_layer(source: BlockSource) -> None:
+    """Raise ImageError unless the bytes of this source itself are a sealed LSMT layer.
+
+    Entries with the higher of two tags may be those of a warp layer: where they lie in its target is then not looked at.
+    """
+    trailer, segments = _read_sealed(source, warp=True)
+    end = trailer.index_offset // SECTOR
+    if len(segments) and int(segments.source.max()) == 1:
+        _check_warp(segments, end, SECTOR << 54)
+    else:
+        check_sealed(segments, end)
+
+
 def open_upper_pair(data: BlockSource, index: BlockSource) -> LsmtLayer:
     """Read the two files of an unsealed append-mode upper, without changing them. Raises ImageError, also for a torn end (see Upper.open)."""
     header = read_upper_headers(data, index)
     segments, _, problem = parse_log(index, data.size // SECTOR)
     if problem:
-        raise ImageError(f"upper index: {problem}")
+        raise ImageError(f"upper index: {problem}", code=ImageCode.INCONSISTENT)
     return LsmtLayer(header, segments, (data,))
 
 
@@ -87,9 +103,9 @@ def read_upper_headers(data: BlockSource, index: BlockSource) -> Header:
     header = _read_header(data, "upper data header", Flags.UPPER_DATA)
     other = _read_header(index, "upper index header", Flags.UPPER_INDEX)
     if other.index_offset != SPACE:
-        raise ImageError(f"upper index header: the index starts at {other.index_offset}, not {SPACE}")
+        raise ImageError(f"upper index header: the index starts at {other.index_offset}, not {SPACE}", code=ImageCode.INCONSISTENT)
     if (header.uuid.upper(), header.virtual_size) != (other.uuid.upper(), other.virtual_size):
-        raise ImageError("the data and index files belong to different uppers")
+        raise ImageError("the data and index files belong to different uppers", code=ImageCode.INCONSISTENT)
     return header
 
 
@@ -115,7 +131,7 @@ def parse_log(index: BlockSource, data_end: int) -> tuple[Segments, int, str]:
     """
     total = (index.size - SPACE) // ENTRY
     if total > MAX_SEGMENTS:
-        raise ImageError(f"upper index: {total} entries, more than {MAX_SEGMENTS}")
+        raise ImageError(f"upper index: {total} entries, more than {MAX_SEGMENTS}", code=ImageCode.LIMIT)
     mapping, at = no_segments(), 0
     while at < total:
         count = min(_LOG_CHUNK, total - at)
@@ -138,33 +154,38 @@ def _probe(source: BlockSource) -> bytes:
 
 def _read_header(source: BlockSource, what: str, flags: int) -> Header:
     if source.size < SPACE:
-        raise ImageError(f"{what}: the file is cut short")
+        raise ImageError(f"{what}: the file is cut short", code=ImageCode.TRUNCATED)
     header = Header.parse(source.pread(0, SPACE), what)
     if header.flags & (Flags.LAYER_HEADER | Flags.SPARSE | Flags.HYBRID) != flags:
-        raise ImageError(f"{what}: flags {header.flags:#x}, wanted {flags:#x}")
+        raise ImageError(f"{what}: flags {header.flags:#x}, wanted {flags:#x}", code=ImageCode.INCONSISTENT)
     return header
 
 
 def _read_sealed(source: BlockSource, *, warp: bool) -> tuple[Header, Segments]:
     """The trailer and the index of a sealed layer, the index unchecked. Tags become source numbers in a warp layer and are dropped in others."""
     if source.size < 2 * SPACE:
-        raise ImageError(f"LSMT: {source.size} bytes are too few for a header and a trailer")
+        raise ImageError(f"LSMT: {source.size} bytes are too few for a header and a trailer", code=ImageCode.TRUNCATED)
     header = Header.parse(source.pread(0, SPACE))
     if header.flags & Flags.UPPER_DATA != Flags.UPPER_DATA:
-        raise ImageError(f"LSMT header: flags {header.flags:#x} are not those of a layer's data file")
+        raise ImageError(f"LSMT header: flags {header.flags:#x} are not those of a layer's data file", code=ImageCode.INCONSISTENT)
     end = source.size - SPACE
     tail = source.pread(end, SPACE)
     if not looks_like_lsmt(tail) and not header.flags & Flags.SEALED:
-        raise ImageError("LSMT: this is an unsealed upper, it needs its index file", hint="seal or commit it first")
+        raise ImageError(
+            "LSMT: this is an unsealed upper, it needs its index file", code=ImageCode.INCONSISTENT, hint="seal or commit it first"
+        )
     trailer = Header.parse(tail, "LSMT trailer")
     if trailer.flags & Flags.UPPER_DATA != Flags.DATA or not trailer.flags & Flags.SEALED:
-        raise ImageError(f"LSMT trailer: flags {trailer.flags:#x} are not those of a sealed layer")
+        raise ImageError(f"LSMT trailer: flags {trailer.flags:#x} are not those of a sealed layer", code=ImageCode.INCONSISTENT)
     if trailer.virtual_size != header.virtual_size:
-        raise ImageError(f"LSMT: header and trailer state different disk sizes ({header.virtual_size} and {trailer.virtual_size})")
+        raise ImageError(
+            f"LSMT: header and trailer state different disk sizes ({header.virtual_size} and {trailer.virtual_size})",
+            code=ImageCode.INCONSISTENT,
+        )
     if trailer.index_size > MAX_RO_ENTRIES:
-        raise ImageError(f"LSMT trailer: {trailer.index_size} index entries, more than {MAX_RO_ENTRIES}")
+        raise ImageError(f"LSMT trailer: {trailer.index_size} index entries, more than {MAX_RO_ENTRIES}", code=ImageCode.LIMIT)
     if trailer.index_offset < SPACE or trailer.index_offset + ENTRY * trailer.index_size > end:
-        raise ImageError("LSMT trailer: the index is outside of the file")
+        raise ImageError("LSMT trailer: the index is outside of the file", code=ImageCode.OUT_OF_BOUNDS)
     segments, _ = decode_entries(source.pread(trailer.index_offset, ENTRY * trailer.index_size))
     if not warp:
         return trailer, replace(segments, source=np.zeros(len(segments), np.int16))
@@ -175,7 +196,7 @@ def _read_sealed(source: BlockSource, *, warp: bool) -> tuple[Header, Segments]:
 def _check_warp(segments: Segments, data_end: int, target_size: int) -> None:
     """Raise ImageError unless tags are 0 (in the blob) and 1 (in the target) and every segment lies within what its tag names."""
     if len(segments) and int(segments.source.max()) > 1:
-        raise ImageError(f"warp layer: unknown tag {int(segments.source.max())}")
+        raise ImageError(f"warp layer: unknown tag {int(segments.source.max())}", code=ImageCode.UNKNOWN_FEATURE)
     check_sealed(
         replace(
             segments, zeroed=segments.zeroed | (segments.source == 1), moffset=np.where(segments.source == 1, _FIRST, segments.moffset)
@@ -184,4 +205,4 @@ def _check_warp(segments: Segments, data_end: int, target_size: int) -> None:
     )
     remote = segments.take(segments.source == 1)
     if len(remote) and bool(log_problems(remote, 0, target_size // SECTOR).any()):
-        raise ImageError("warp layer: a segment is outside of the target")
+        raise ImageError("warp layer: a segment is outside of the target", code=ImageCode.OUT_OF_BOUNDS)

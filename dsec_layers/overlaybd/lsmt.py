@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsec_layers.digest import Buffer
-from dsec_layers.errors import ImageError, UsageError
+from dsec_layers.errors import ImageCode, ImageError, UsageError
 from dsec_layers.overlaybd.segments import SECTOR, Bools, Ints, Segments
 
 __all__ = [
@@ -108,12 +108,12 @@ class Header:
     def parse(cls, data: Buffer, what: str = "LSMT header") -> Header:
         """Read a header or trailer from SPACE bytes. Raises ImageError. Fields that the official reader ignores are not checked."""
         if len(data) < SPACE:
-            raise ImageError(f"{what} is cut short")
+            raise ImageError(f"{what} is cut short", code=ImageCode.TRUNCATED)
         magic, _, flags, offset, entries, size, uuid, parent, _, _, _, tag = _FIELDS.unpack_from(data)
         if magic != _MAGIC:
-            raise ImageError(f"{what}: not LSMT (wrong magic)")
+            raise ImageError(f"{what}: not LSMT (wrong magic)", code=ImageCode.BAD_MAGIC)
         if size > MAX_LBA * SECTOR:
-            raise ImageError(f"{what}: virtual size {size} is beyond the format")
+            raise ImageError(f"{what}: virtual size {size} is beyond the format", code=ImageCode.OUT_OF_BOUNDS)
         return cls(flags, offset, entries, size, _parse_uuid(uuid), _parse_uuid(parent), tag.rstrip(b"\0"))
 
 
@@ -182,10 +182,15 @@ def check_sealed(segments: Segments, data_end: int) -> None:
     """Raise ImageError unless these can be the index of a sealed layer whose data ends at sector ``data_end``."""
     bad = log_problems(segments, SPACE // SECTOR, data_end)
     if bad.any():
-        raise ImageError(f"LSMT index: segment {_describe(segments, int(bad.argmax()))} is outside of the layer")
+        raise ImageError(
+            f"LSMT index: segment {_describe(segments, int(bad.argmax()))} is outside of the layer", code=ImageCode.OUT_OF_BOUNDS
+        )
     crossed = segments.end[:-1] > segments.lba[1:]
     if crossed.any():
-        raise ImageError(f"LSMT index: segment {_describe(segments, int(crossed.argmax()))} overlaps the next, or they are out of order")
+        raise ImageError(
+            f"LSMT index: segment {_describe(segments, int(crossed.argmax()))} overlaps the next, or they are out of order",
+            code=ImageCode.INCONSISTENT,
+        )
 
 
 def _describe(segments: Segments, index: int) -> str:

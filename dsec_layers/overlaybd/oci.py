@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from dsec_layers.digest import Digest, check_digest
-from dsec_layers.errors import ImageError, UsageError
+from dsec_layers.errors import ImageCode, ImageError, UsageError
 from dsec_layers.oci import Descriptor
 
 __all__ = [
@@ -78,10 +78,10 @@ def blob_info(descriptor: Descriptor) -> BlobInfo | None:
     if digest is None or stated is None:
         return None
     if digest != descriptor.digest:
-        raise ImageError(f"layer descriptor: the blob digest {digest[:100]!r} is not the layer's")
+        raise ImageError(f"layer descriptor: the blob digest {digest[:100]!r} is not the layer's", code=ImageCode.INCONSISTENT)
     size = _count(stated, "blob-size")
     if size != descriptor.size:
-        raise ImageError(f"layer descriptor: the blob size {size} is not the layer's")
+        raise ImageError(f"layer descriptor: the blob size {size} is not the layer's", code=ImageCode.INCONSISTENT)
 
     def turbo(name: str) -> str:
         return str(annotations.get(f"{PREFIX}turbo-oci/{name}") or annotations.get(_FASTOCI + name) or "")
@@ -109,5 +109,5 @@ def chain_uuid(chain_id: str) -> str:
 
 def _count(text: str, name: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 19:
-        raise ImageError(f"layer descriptor: {name} is {text[:40]!r}, not a number")
+        raise ImageError(f"layer descriptor: {name} is {text[:40]!r}, not a number", code=ImageCode.BAD_ENCODING)
     return int(text)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from dsec_layers.blocksource import BlockSource, SliceSource
 from dsec_layers.digest import Buffer
-from dsec_layers.errors import ImageError
+from dsec_layers.errors import ImageCode, ImageError
 from dsec_layers.overlaybd.stream import Write
 
 __all__ = ["looks_like_tar", "tar_stream", "tar_writes", "unwrap"]
@@ -55,20 +55,20 @@ def unwrap(source: BlockSource) -> BlockSource:
     """The payload of a tar-wrapped blob. Raises ImageError."""
     entry = _Entry.parse(source.pread(0, min(_BLOCK, source.size)))
     if entry is None:
-        raise ImageError("not a tar")
+        raise ImageError("not a tar", code=ImageCode.BAD_MAGIC)
     at, size = _BLOCK, entry.size
     if entry.kind == b"x":
         if not 0 < size <= _BLOCK or source.size < _PAYLOAD:
-            raise ImageError(f"tar: a pax header of {size} bytes is not that of an OverlayBD blob")
+            raise ImageError(f"tar: a pax header of {size} bytes is not that of an OverlayBD blob", code=ImageCode.BAD_ENCODING)
         stated = _pax_size(source.pread(_BLOCK, size))
         entry = _Entry.parse(source.pread(2 * _BLOCK, _BLOCK))
         if entry is None:
-            raise ImageError("tar: malformed header of the file")
+            raise ImageError("tar: malformed header of the file", code=ImageCode.BAD_ENCODING)
         at, size = _PAYLOAD, stated or entry.size
     if entry.kind not in (b"0", b"\0", b"7"):
-        raise ImageError(f"tar: the first entry is of type {entry.kind!r}, not a file")
+        raise ImageError(f"tar: the first entry is of type {entry.kind!r}, not a file", code=ImageCode.BAD_ENCODING)
     if size > source.size - at:
-        raise ImageError(f"tar: the file should have {size} bytes, the blob has {source.size - at}")
+        raise ImageError(f"tar: the file should have {size} bytes, the blob has {source.size - at}", code=ImageCode.OUT_OF_BOUNDS)
     return SliceSource(source, at, size)
 
 
@@ -123,11 +123,11 @@ def _pax_size(data: bytes) -> int:
         found = _RECORD.match(data, at)
         end = at + int(found.group(1)) if found else 0
         if found is None or not found.end() < end <= len(data) or data[end - 1 : end] != b"\n":
-            raise ImageError("tar: malformed pax record")
+            raise ImageError("tar: malformed pax record", code=ImageCode.BAD_ENCODING)
         key, _, value = data[found.end() : end - 1].partition(b"=")
         if key == b"size":
             if not value.isdigit() or len(value) > 19:
-                raise ImageError("tar: malformed size in the pax header")
+                raise ImageError("tar: malformed size in the pax header", code=ImageCode.BAD_ENCODING)
             size = int(value)
         at = end
     return size
@@ -139,5 +139,5 @@ def _number(field: bytes) -> int:
         return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
     text = field.strip(b" \0")
     if not re.fullmatch(rb"[0-7]*", text):
-        raise ImageError("tar: malformed number in a header")
+        raise ImageError("tar: malformed number in a header", code=ImageCode.BAD_ENCODING)
     return int(text or b"0", 8)

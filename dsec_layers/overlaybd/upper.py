@@ -28,7 +28,7 @@ import numpy as np
 
 from dsec_layers.blocksource import FileSource
 from dsec_layers.digest import Buffer
-from dsec_layers.errors import Conflict, ImageError, LimitError, StoreError
+from dsec_layers.errors import Conflict, ImageCode, ImageError, LimitError, StoreError
 from dsec_layers.fsio import map_os_error, pread_exact, pwrite_all
 from dsec_layers.linux.fallocate import punch_hole, reserve
 from dsec_layers.overlaybd.layer import LsmtLayer, parse_log, read_upper_headers
@@ -160,6 +160,7 @@ class Upper:
             if dropped > max_dropped:
                 raise ImageError(
                     f"upper index: {reason}; {dropped} entries would be lost, more than a crash can tear",
+                    code=ImageCode.TRUNCATED,
                     hint="raise max_dropped to salvage the rest",
                 )
             os.ftruncate(data_fd, -(-data.size // SECTOR) * SECTOR)  # entries to come name its end in whole sectors
@@ -171,7 +172,7 @@ class Upper:
             if replayed:
                 mapping, good, wrong = parse_log(FileSource(index_fd, name="upper index"), os.fstat(data_fd).st_size // SECTOR)
                 if wrong:
-                    raise ImageError(f"upper journal: {wrong}")
+                    raise ImageError(f"upper journal: {wrong}", code=ImageCode.INCONSISTENT)
         return cls(data_fd, index_fd, header, mapping, Recovery(good, dropped, reason, replayed), journal)
 
     @property
@@ -457,4 +458,4 @@ def _refuse_sealed(data: FileSource, header: Header) -> None:
     except ImageError:
         return
     if trailer.flags & Flags.SEALED and trailer.uuid.upper() == header.uuid.upper():
-        raise ImageError("the upper has been sealed: it is a read-only layer now")
+        raise ImageError("the upper has been sealed: it is a read-only layer now", code=ImageCode.INCONSISTENT)

@@ -17,10 +17,10 @@ from lz4.block import LZ4BlockError
 from lz4.block import decompress as lz4_decompress
 
 from dsec_layers.blocksource import BlockSource, check_range
-from dsec_layers.errors import ImageError
+from dsec_layers.errors import ImageCode, ImageError
 from dsec_layers.overlaybd.zfile_format import BLOCK_CRC, CRC_GOOD, CRC_SEED, MAX_BLOCKS, SPACE, Algorithm, Flags, ZHeader, parse_table
 
-__all__ = ["BlockCache", "ZFile"]
+__all__ = ["BlockCache", "ZFile", "read_header"]
 
 _READ = 1 << 20  # bytes of content fetched with one read of the source
 _CACHED = 16 << 10  # bytes; a longer read is a scan and would only wash the cache out
@@ -65,7 +65,7 @@ class ZFile:
     """The bytes inside a ZFile, as a BlockSource. Construction reads the header (or trailer) and the jump table; raises ImageError."""
 
     def __init__(self, source: BlockSource, cache: BlockCache | None = None) -> None:
-        self.header = header = _read_header(source)
+        self.header = header = read_header(source)
         self.size = header.size
         self._source = source
         self._starts = parse_table(source.pread(header.index_offset, 4 * header.blocks), header)
@@ -93,7 +93,7 @@ class ZFile:
         blocks[-1] = blocks[-1][:end]
         data = b"".join(blocks)
         if len(data) != length:  # no block is larger than it should be, so each has its size if all together do
-            raise ImageError(f"ZFile: one of the blocks {first} to {last} decompresses to a wrong size")
+            raise ImageError(f"ZFile: one of the blocks {first} to {last} decompresses to a wrong size", code=ImageCode.INCONSISTENT)
         return data
 
     def _block(self, number: int) -> bytes:
@@ -106,7 +106,7 @@ class ZFile:
             size = self._last_size if number == self._last else self.header.block_size
             block = self._unpack(number, memoryview(raw), 0, [len(raw)], size)[0]
             if len(block) != size:
-                raise ImageError(f"ZFile block {number}: decompresses to a wrong size")
+                raise ImageError(f"ZFile block {number}: decompresses to a wrong size", code=ImageCode.INCONSISTENT)
             self._cache.put(key, block)
         return block
 
@@ -151,11 +151,11 @@ class ZFile:
         try:
             for end in ends:
                 if overhead and crc32c(raw[start:end], CRC_SEED) != CRC_GOOD:
-                    raise ImageError(f"ZFile block {first + len(blocks)}: checksum mismatch")
+                    raise ImageError(f"ZFile block {first + len(blocks)}: checksum mismatch", code=ImageCode.BAD_CHECKSUM)
                 add(decompress(raw[start : end - overhead], size))
                 start = end
         except (LZ4BlockError, zstandard.ZstdError) as error:
-            raise ImageError(f"ZFile block {first + len(blocks)}: {error}") from error
+            raise ImageError(f"ZFile block {first + len(blocks)}: {error}", code=ImageCode.BAD_ENCODING) from error
         if unzstd is not None:
             self._idle.append(unzstd)
         return blocks
@@ -181,18 +181,21 @@ class _Unzstd:
         return self._decompress(part, max_output_size=size)
 
 
-def _read_header(source: BlockSource) -> ZHeader:
+def read_header(source: BlockSource) -> ZHeader:
+    """What a ZFile says of itself: its header, or its trailer if the header was not rewritten at the end. Raises ImageError."""
     if source.size < 2 * SPACE:
-        raise ImageError(f"ZFile: {source.size} bytes are too few for a header and a trailer")
+        raise ImageError(f"ZFile: {source.size} bytes are too few for a header and a trailer", code=ImageCode.TRUNCATED)
     header = ZHeader.parse(source.pread(0, SPACE))
     if not header.flags & Flags.HEADER:
-        raise ImageError("ZFile header: flags say that it is a trailer")
+        raise ImageError("ZFile header: flags say that it is a trailer", code=ImageCode.INCONSISTENT)
     if not header.flags & Flags.OVERWRITTEN:
         header = ZHeader.parse(source.pread(source.size - SPACE, SPACE), "ZFile trailer")
         if header.flags & (Flags.HEADER | Flags.DATA | Flags.SEALED) != Flags.DATA | Flags.SEALED:
-            raise ImageError(f"ZFile trailer: flags {header.flags:#x} are not those of a finished file")
+            raise ImageError(f"ZFile trailer: flags {header.flags:#x} are not those of a finished file", code=ImageCode.INCONSISTENT)
     if header.blocks > MAX_BLOCKS or header.blocks != -(-header.size // header.block_size):
-        raise ImageError(f"ZFile: {header.blocks} blocks of {header.block_size} cannot hold {header.size} bytes")
+        raise ImageError(
+            f"ZFile: {header.blocks} blocks of {header.block_size} cannot hold {header.size} bytes", code=ImageCode.INCONSISTENT
+        )
     if header.index_offset < SPACE + header.dict_size or header.index_offset + 4 * header.blocks > source.size - SPACE:
-        raise ImageError("ZFile: the jump table is outside of the file")
+        raise ImageError("ZFile: the jump table is outside of the file", code=ImageCode.OUT_OF_BOUNDS)
     return header

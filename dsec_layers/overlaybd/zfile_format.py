@@ -14,7 +14,7 @@ import numpy as np
 from crc32c import crc32c
 
 from dsec_layers.digest import Buffer
-from dsec_layers.errors import ImageError
+from dsec_layers.errors import ImageCode, ImageError
 from dsec_layers.overlaybd.segments import Ints
 
 __all__ = [
@@ -120,22 +120,22 @@ class ZHeader:
         Blobs of 2021 have garbage in the padding and no digest, so padding is never looked at and the digest only where the flags announce one.
         """
         if len(data) < SPACE:
-            raise ImageError(f"{what} is cut short")
+            raise ImageError(f"{what} is cut short", code=ImageCode.TRUNCATED)
         fields = _FIELDS.unpack_from(data)
         magic, _, digest, flags, index_offset, blocks, size, index_crc, _, block_size, algorithm, _, use_dict, _, dict_size, crc = fields
         if magic != _MAGIC:
-            raise ImageError(f"{what}: not a ZFile (wrong magic)")
+            raise ImageError(f"{what}: not a ZFile (wrong magic)", code=ImageCode.BAD_MAGIC)
         if flags & Flags.DIGEST:
             blank = bytearray(data[:SPACE])
             blank[_DIGEST_AT : _DIGEST_AT + 4] = bytes(4)
             if raw_crc32c(blank) != digest:
-                raise ImageError(f"{what}: digest mismatch")
+                raise ImageError(f"{what}: digest mismatch", code=ImageCode.BAD_CHECKSUM)
         if algorithm not in (Algorithm.LZ4, Algorithm.ZSTD):
-            raise ImageError(f"{what}: unsupported compression algorithm {algorithm}")
+            raise ImageError(f"{what}: unsupported compression algorithm {algorithm}", code=ImageCode.UNKNOWN_FEATURE)
         if use_dict:
-            raise ImageError(f"{what}: compression with a dictionary is not supported")
+            raise ImageError(f"{what}: compression with a dictionary is not supported", code=ImageCode.UNKNOWN_FEATURE)
         if block_size & (block_size - 1) or not 512 <= block_size <= 65536:
-            raise ImageError(f"{what}: block size {block_size} is not a power of two between 512 and 65536")
+            raise ImageError(f"{what}: block size {block_size} is not a power of two between 512 and 65536", code=ImageCode.OUT_OF_BOUNDS)
         return cls(flags, Algorithm(algorithm), block_size, bool(crc), index_offset, blocks, size, index_crc, dict_size)
 
 
@@ -147,16 +147,21 @@ def looks_like_zfile(data: Buffer) -> bool:
 def parse_table(table: Buffer, header: ZHeader) -> Ints:
     """The offsets of the blocks and, last, of their end, from the jump table's bytes. Raises ImageError for a table that cannot be."""
     if header.flags & Flags.DIGEST and raw_crc32c(table) != header.index_crc:
-        raise ImageError("ZFile jump table: checksum mismatch")
+        raise ImageError("ZFile jump table: checksum mismatch", code=ImageCode.BAD_CHECKSUM)
     lengths = np.frombuffer(table, "<u4")
     overhead = BLOCK_CRC if header.crc else 0
     if len(lengths) and int(lengths.min()) <= overhead:
-        raise ImageError(f"ZFile jump table: block {int(lengths.argmin())} is empty")
+        raise ImageError(f"ZFile jump table: block {int(lengths.argmin())} is empty", code=ImageCode.INCONSISTENT)
     if len(lengths) and int(lengths.max()) > block_bound(header.algorithm, header.block_size) + overhead:
-        raise ImageError(f"ZFile jump table: block {int(lengths.argmax())} is larger than a compressed block can be")
+        raise ImageError(
+            f"ZFile jump table: block {int(lengths.argmax())} is larger than a compressed block can be", code=ImageCode.OUT_OF_BOUNDS
+        )
     starts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
     starts += SPACE + header.dict_size
     if int(starts[-1]) != header.index_offset:
-        raise ImageError(f"ZFile jump table: the blocks end at {int(starts[-1])}, not where the table starts ({header.index_offset})")
+        raise ImageError(
+            f"ZFile jump table: the blocks end at {int(starts[-1])}, not where the table starts ({header.index_offset})",
+            code=ImageCode.INCONSISTENT,
+        )
     return starts
