@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,10 +38,16 @@ from dsec_layers.errors import CorruptError, InputError, LimitError, NotFound, U
 from dsec_layers.fsio import pread_exact
 from dsec_layers.progress import SILENT, Progress
 
-__all__ = ["ArchiveFiles", "DirectoryFiles", "ImageFiles", "ImageSource", "load_docker", "load_oci"]
+__all__ = ["IMAGE_NAME", "MAX_MEMBERS", "ArchiveFiles", "DirectoryFiles", "ImageFiles", "ImageSource", "load_docker", "load_oci", "path_of"]
 
 MAX_MEMBERS: Final = 100_000
 """Files in a tar of an image."""
+
+IMAGE_NAME: Final = re.compile(
+    r"(?:\.|oci-layout|index\.json|manifest\.json|repositories|blobs(?:/[a-z0-9]+(?:/[0-9a-f]{64,128})?)?"
+    r"|[0-9a-f]{64}(?:\.json|\.tar|/VERSION|/json|/layer\.tar)?)"
+)
+"""Names in a tar of an image."""
 
 _MAX_DEPTH: Final = 4  # indexes within indexes
 
@@ -83,9 +90,12 @@ class DirectoryFiles:
 
 
 class ArchiveFiles:
-    """The files of an image in an uncompressed tar, found by one walk over its headers. ``opener`` gives a context with the tar's descriptor."""
+    """The files of an image in an uncompressed tar, found by one walk over its headers. ``opener`` gives a context with the tar's descriptor.
 
-    def __init__(self, what: str, opener: Callable[[], Any]) -> None:
+    Raises InputError for a damaged tar, and for the first name that does not match ``only``; LimitError for more than MAX_MEMBERS files.
+    """
+
+    def __init__(self, what: str, opener: Callable[[], Any], *, only: re.Pattern[str] | None = None) -> None:
         self.what = what
         self._opener = opener
         self._files: dict[str, tuple[int, int]] = {}
@@ -93,11 +103,13 @@ class ArchiveFiles:
         with opener() as fd:
             reader = TarReader(FileBlocks(fd, 0, os.fstat(fd).st_size, what), what)
             for name, inode, target in reader:
-                path = posixpath.normpath(os.fsdecode(name).lstrip("/"))
+                path = path_of(name)
+                if only is not None and not only.fullmatch(path):
+                    raise InputError(f"{what} has {shown(name)}, which no image has")
                 self._files.pop(path, None)
                 self._links.pop(path, None)
                 if inode is None:
-                    self._links[path] = posixpath.normpath(os.fsdecode(target).lstrip("/"))
+                    self._links[path] = path_of(target)
                 elif inode.data is not None:
                     self._links[path] = posixpath.normpath(posixpath.join(posixpath.dirname(path), os.fsdecode(inode.data)))
                 elif inode.children is None:
@@ -120,6 +132,11 @@ class ArchiveFiles:
             raise NotFound(f"{self.what} has no {shown(os.fsencode(name))}")
         with self._opener() as fd:
             yield Section(fd, *self._files[path])
+
+
+def path_of(name: bytes) -> str:
+    """A name in a tar of an image as its documents spell it."""
+    return posixpath.normpath(os.fsdecode(name).lstrip("/"))
 
 
 def _read(files: ImageFiles, name: str, blob: Blob | None = None) -> bytes:
