@@ -65,7 +65,7 @@ class _Once:
         self._source, self._name, self._limits, self._task, self._progress = source, name, limits, task, progress
 
     @contextmanager
-    def open(self, *, again: bool = False) -> Iterator[TarReader]:
+    def open(self) -> Iterator[TarReader]:
         """Read it."""
         with tar_reader(self._source, self._name, limits=self._limits, advance=self._task.advance) as reader:
             yield reader

@@ -266,14 +266,14 @@ def components(path: bytes) -> list[bytes]:
 class LayerTar(Protocol):
     """A tar layer that can be read several times."""
 
-    def open(self, *, again: bool = False) -> AbstractContextManager[TarReader]:
-        """Read it from the start; ``again`` says that all of it was read and verified before. What can be verified is, when the context ends well."""
+    def open(self) -> AbstractContextManager[TarReader]:
+        """Read it from the start. What can be verified is, when the context ends well."""
 
 
 def merge_layers(layers: Sequence[LayerTar], sink: ContentSink, limits: Limits | None = None) -> Tree:
     """Apply ``layers``, lowest first, to one tree, and hand the content of the files that survive to ``sink``, in the order of the layers.
 
-    A single layer is read once. Several are read twice: first the headers, to learn what survives, so that nothing is packed that a later layer deletes.
+    A single layer is read once. Several are read twice: first the headers, to learn what survives, so that nothing is packed that a later layer deletes (ADR 0016).
     """
     merger = Merger(limits)
     holes = Holes(limits or Limits())
@@ -310,7 +310,7 @@ def _apply(merger: Merger, layer: LayerTar) -> list[Inode | None]:
 
 def _feed(layer: LayerTar, due: list[Inode | None], sink: ContentSink, holes: Holes) -> None:
     """Read a layer again and hand over the content of those regular files that are ``due``."""
-    with layer.open(again=True) as reader:
+    with layer.open() as reader:
         position = 0
         for name, inode, _ in reader:
             if inode is None or not stat.S_ISREG(inode.mode):

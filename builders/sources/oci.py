@@ -159,18 +159,19 @@ def _blob_name(blob: Blob) -> str:
 
 
 class _ImageLayer:
-    """One layer of an image. What is read must match ``digest`` (of the stored bytes) and ``diff_id``; read again, it must be the same as before."""
+    """One layer of an image. What is read must match ``digest`` (of the stored bytes) and ``diff_id``; read again, the same stored bytes will do."""
 
     def __init__(self, files: ImageFiles, name: str, title: str, diff_id: Digest, blob: Blob | None, limits: Limits) -> None:
         self._files, self._name, self._title, self._diff_id, self._blob, self._limits = files, name, title, diff_id, blob, limits
         self._digest = blob.digest if blob else None
+        self._verified = False
         self.progress: Progress = SILENT
 
     @contextmanager
-    def open(self, *, again: bool = False) -> Iterator[TarReader]:
+    def open(self) -> Iterator[TarReader]:
         """Read and verify it."""
         what = f"{self._files.what}: {self._title}"
-        seen = Seen(with_tar=not again)
+        seen = Seen(with_tar=not self._verified)
         with self._files.open(self._name) as section, self.progress.task(self._title, total=section.size) as task:
             if self._blob is not None and section.size != self._blob.size:
                 raise CorruptError(f"{what} has {section.size} bytes, its descriptor says {self._blob.size}")
@@ -180,11 +181,12 @@ class _ImageLayer:
         stored, tar = (f"sha256:{item.hexdigest()}" for item in (seen.stored, seen.tar))
         if stored != (self._digest or stored):
             raise CorruptError(f"{what} does not match its digest {self._digest}: it is {stored}")
-        if not again and tar != self._diff_id:
+        if self._verified:
+            return
+        if tar != self._diff_id:
             raise CorruptError(f"{what}, uncompressed, does not match the config's diff ID {self._diff_id}: it is {tar}")
-        self._digest = stored
-        if not again:
-            warn_of_oddities(self.progress, what, reader.dropped, reader.whiteouts)
+        self._digest, self._verified = stored, True
+        warn_of_oddities(self.progress, what, reader.dropped, reader.whiteouts)
 
 
 class ImageSource:
