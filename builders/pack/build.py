@@ -10,9 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from dsec_layers.builders.pack.foreign import ForeignChecks, ForeignChunks, ForeignSegment, Lookup
+from dsec_layers.builders.pack.foreign import ForeignChecks, ForeignChunks, ForeignSegment, Lookup, PreviousFirst
 from dsec_layers.builders.pack.output import Written
-from dsec_layers.builders.pack.previous import PreviousFirst
 from dsec_layers.builders.pack.same import Content
 from dsec_layers.builders.pack.sink import PackSink, PackSums
 from dsec_layers.digest import Digest

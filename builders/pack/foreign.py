@@ -17,15 +17,18 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Protocol, Self
 
+import numpy as np
+
 from dsec_layers.digest import Buffer, Digest, content_digest
 from dsec_layers.erofs.tree import BLOCK
 from dsec_layers.errors import CorruptError, DsecError, NotFound
-from dsec_layers.layers.tables import MAX_SEGMENT, MAX_SEGMENTS
+from dsec_layers.layers.tables import MAX_SEGMENT, MAX_SEGMENTS, Table
 from dsec_layers.registry.catalog import ChunkAt, SegmentAt
+from dsec_layers.registry.objects import load_chunks, load_layer, load_metadata
 from dsec_layers.segment import Segment, read_segment
 from dsec_layers.store.base import Store
 
-__all__ = ["MOST", "ForeignChecks", "ForeignChunks", "ForeignSegment", "Held", "Lookup", "check_segment"]
+__all__ = ["MOST", "ForeignChecks", "ForeignChunks", "ForeignSegment", "Held", "Lookup", "PreviousFirst", "check_segment"]
 
 REPAID: Final = 128 << 10
 """Bytes of a segment that a layer must use for the segment to repay itself; a quarter is enough of a small one."""
@@ -84,6 +87,51 @@ class ForeignSegment:
     def repaid(self) -> bool:
         """Whether enough of it is used."""
         return self.used >= min(REPAID, self.at.size // 4)
+
+
+class PreviousFirst:
+    """Looks chunks up in the chunk table of layer ``previous``, and those that are not there in ``catalog``.
+
+    The layer that is about to be replaced comes before the catalog, which keeps one place of a chunk, and that need not be in this layer.
+    """
+
+    def __init__(self, store: Store, previous: Digest, catalog: Lookup | None) -> None:
+        self._catalog = catalog
+        layer = load_layer(store, previous)
+        self._chunks: Table | None = None
+        if layer.chunks is not None:
+            _, table = load_metadata(store, layer)
+            self._chunks = load_chunks(store, layer, table)
+            self._keys = _keys(np.ascontiguousarray(self._chunks["digest"]))
+            columns = (table[name].tolist() for name in ("blob", "offset", "stored", "size", "digest"))
+            self._segments = [
+                SegmentAt(layer.segments[blob].digest, offset, stored, size, digest)
+                for blob, offset, stored, size, digest in zip(*columns, strict=True)
+            ]
+
+    def lookup(self, digests: Sequence[bytes]) -> dict[bytes, ChunkAt]:
+        """Where chunks are, for those that are known."""
+        found = self._look(digests)
+        if self._catalog is not None:
+            found |= self._catalog.lookup([digest for digest in digests if digest not in found])
+        return found
+
+    def _look(self, digests: Sequence[bytes]) -> dict[bytes, ChunkAt]:
+        if self._chunks is None or not len(self._chunks) or not digests:
+            return {}
+        found: dict[bytes, ChunkAt] = {}
+        at = np.minimum(np.searchsorted(self._keys, _keys(np.frombuffer(b"".join(digests), "V32"))), len(self._keys) - 1)
+        for digest, row in zip(digests, self._chunks[at].tolist(), strict=True):
+            # Of chunks whose digests begin with the same eight bytes only the first is found; the others are taken for unknown.
+            if row[0] == digest:
+                _, segment, block, blocks, size = row
+                found[digest] = ChunkAt(self._segments[segment], block, blocks, size)
+        return found
+
+
+def _keys(digests: Table) -> np.typing.NDArray[np.uint64]:
+    """The first eight bytes of each digest, as numbers that compare as the bytes do."""
+    return digests.view(">u8").reshape(-1, 4)[:, 0].astype(np.uint64)
 
 
 class ForeignChunks:

@@ -16,8 +16,7 @@ from dsec_layers.builders.content import ContentSink
 from dsec_layers.builders.pack.build import BadBlob, Build, Packed, PackResult
 from dsec_layers.builders.pack.compressed import pack_compressed
 from dsec_layers.builders.pack.foreign import ForeignChecks
-from dsec_layers.builders.pack.output import BlobOutput
-from dsec_layers.builders.pack.publish import publish
+from dsec_layers.builders.pack.output import BlobOutput, Written
 from dsec_layers.builders.pack.same import find_same
 from dsec_layers.builders.pack.sink import PackSink
 from dsec_layers.digest import Digest
@@ -25,12 +24,15 @@ from dsec_layers.erofs.reader import Image
 from dsec_layers.erofs.tree import Tree
 from dsec_layers.erofs.verify import compare
 from dsec_layers.erofs.writer import render
-from dsec_layers.errors import LimitError
-from dsec_layers.layers.descriptor import Kind
-from dsec_layers.layers.frames import METADATA_BOUND, compress
-from dsec_layers.layers.manifest import LayerConfig
+from dsec_layers.errors import LimitError, NotFound
+from dsec_layers.layers import descriptor as d
+from dsec_layers.layers.descriptor import Descriptor, Kind
+from dsec_layers.layers.frames import METADATA_BOUND, compress, skippable
+from dsec_layers.layers.manifest import FOREIGN, Layer, LayerConfig
+from dsec_layers.layers.tables import Table, pack_chunks, pack_segments, parse_segments
 from dsec_layers.progress import SILENT, Progress
 from dsec_layers.registry.catalog import Catalog
+from dsec_layers.registry.objects import publish_object, put_blob
 from dsec_layers.store.base import Store
 
 __all__ = ["Ingest", "PackResult", "default_workers", "pack_layer"]
@@ -40,6 +42,9 @@ Ingest: TypeAlias = Callable[[ContentSink, Progress], Tree]
 
 METADATA_LEVEL: Final = 9
 """zstd level of the metadata image: it is fetched whole at every cold start, and compressed while it is being verified (ADR 0012)."""
+
+_CHUNKS_LEVEL: Final = 3
+"""Digests do not compress; the rest of the records does at any level."""
 
 _ATTEMPTS: Final = 4
 _MOST_WORKERS: Final = 8
@@ -130,7 +135,7 @@ def _pack(build: Build, ingest: Ingest, *, dedup: bool) -> PackResult:
             written = output.result()
     records, chunks = packed.records(written), sink.chunk_records()
     with build.stage("publish"):
-        digest, layer = publish(packed, frame, config, written, records, chunks)
+        digest, layer = _publish(packed, frame, config, written, records, chunks)
     with build.stage("catalog"):
         build.index(digest, layer, records, chunks)
     return packed.result(digest, layer, inodes, reused=False)
@@ -142,3 +147,27 @@ def _verified(tree: Tree, image: bytes, devices: list[int]) -> bytes:
         frame = pool.submit(compress, image, METADATA_LEVEL)
         compare(tree, image, devices)
         return frame.result()
+
+
+def _publish(packed: Packed, frame: bytes, config: bytes, written: Written, records: Table, chunks: Table) -> tuple[Digest, Layer]:
+    """Store the small blobs and the manifest. ``frame`` is the compressed metadata image. Raises BadBlob if a foreign blob is gone by now."""
+    store = packed.build.store
+    foreign = packed.hold_foreign()
+    segments = (
+        *(Descriptor(d.SEGMENTS, blob.digest, blob.size) for blob in written.blobs),
+        *(Descriptor(d.SEGMENTS, blob.digest, blob.size, {FOREIGN: "true"}) for blob in foreign),
+    )
+    table = pack_segments(records)
+    parse_segments(table, tuple(item.size for item in segments))
+    layer = Layer(
+        packed.build.config.kind,
+        chunks=put_blob(store, d.CHUNKS, compress(pack_chunks(chunks), _CHUNKS_LEVEL)) if len(chunks) else None,
+        metadata=put_blob(store, d.METADATA, frame + skippable(table)),
+        config=put_blob(store, d.CONFIG, config),
+        segments=segments,
+    )
+    try:
+        return publish_object(store, layer), layer
+    except NotFound:
+        packed.hold_foreign()  # says which blob it was
+        raise

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from dsec_layers.builders.content import ContentSink
 from dsec_layers.builders.names import Limits, Overrides, apply_overrides, shown
 from dsec_layers.builders.sources.base import ImageConfig
-from dsec_layers.builders.sources.inputs import Opened, Where, opened, tar_reader
-from dsec_layers.builders.sources.merge import merge_layers
-from dsec_layers.builders.sources.tar import TarReader
+from dsec_layers.builders.sources.inputs import Where, opened, tar_reader
+from dsec_layers.builders.sources.merge import merge_tar
 from dsec_layers.descriptors import OpenFile
 from dsec_layers.erofs.tree import Tree
 from dsec_layers.errors import InputError
-from dsec_layers.progress import SILENT, Progress, Task
+from dsec_layers.progress import SILENT, Progress
 
 __all__ = ["TarSource", "file_stat", "warn_of_oddities"]
 
@@ -45,8 +42,9 @@ class TarSource:
             raise InputError(f"{self._name} was read already and cannot be read again")
         with opened(self._where, self._name) as source, progress.task(self._name, total=source.size) as task:
             self._used = source.size is None
-            layer = _Once(source, self._name, self._limits, task, progress)
-            tree = merge_layers([layer], sink, self._limits)
+            with tar_reader(source, self._name, limits=self._limits, advance=task.advance) as reader:
+                tree = merge_tar(reader, sink, self._limits)
+            warn_of_oddities(progress, self._name, reader.dropped, reader.whiteouts)
         apply_overrides(tree, self._overrides)
         return tree
 
@@ -56,20 +54,6 @@ class TarSource:
         if isinstance(self._where, Path | OpenFile):
             about["stat"] = file_stat(self._where)
         return about
-
-
-class _Once:
-    """The only layer of a tar source."""
-
-    def __init__(self, source: Opened, name: str, limits: Limits, task: Task, progress: Progress) -> None:
-        self._source, self._name, self._limits, self._task, self._progress = source, name, limits, task, progress
-
-    @contextmanager
-    def open(self, *, again: bool = False) -> Iterator[TarReader]:
-        """Read it."""
-        with tar_reader(self._source, self._name, limits=self._limits, advance=self._task.advance) as reader:
-            yield reader
-        warn_of_oddities(self._progress, self._name, reader.dropped, reader.whiteouts)
 
 
 def warn_of_oddities(progress: Progress, name: str, dropped: set[bytes], whiteouts: int) -> None:

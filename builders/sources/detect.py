@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
-import posixpath
-import re
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,15 +15,15 @@ from typing import BinaryIO, Final, Literal, TypeAlias
 from dsec_layers.builders.names import Limits, Overrides, over_limit, shown
 from dsec_layers.builders.sources.archive import TarSource
 from dsec_layers.builders.sources.base import Source
-from dsec_layers.builders.sources.blocks import Blocks, FileBlocks, StreamBlocks, Tap
+from dsec_layers.builders.sources.blocks import FileBlocks, StreamBlocks, Tap
 from dsec_layers.builders.sources.decompress import beginning, compression_of, decompressed
 from dsec_layers.builders.sources.directory import DirectorySource
 from dsec_layers.builders.sources.image import Platform
 from dsec_layers.builders.sources.inputs import Prefixed, Where, open_any, opened, regular_descriptor
-from dsec_layers.builders.sources.oci import MAX_MEMBERS, ArchiveFiles, DirectoryFiles, load_docker, load_oci
+from dsec_layers.builders.sources.oci import IMAGE_NAME, MAX_MEMBERS, ArchiveFiles, DirectoryFiles, load_docker, load_oci, path_of
 from dsec_layers.builders.sources.tar import TarReader
 from dsec_layers.descriptors import OpenFile
-from dsec_layers.errors import DsecError, InputError, NotFound, UsageError
+from dsec_layers.errors import DsecError, InputError, LimitError, NotFound, UsageError
 from dsec_layers.fsio import map_os_error, pwrite_all
 
 __all__ = ["Kind", "detect"]
@@ -32,10 +31,6 @@ __all__ = ["Kind", "detect"]
 Kind: TypeAlias = Literal["auto", "tar", "directory", "oci", "docker"]
 
 _PEEK: Final = 1 << 16
-_IMAGE_NAME: Final = re.compile(
-    rb"(?:\.|oci-layout|index\.json|manifest\.json|repositories|blobs(?:/[a-z0-9]+(?:/[0-9a-f]{64,128})?)?"
-    rb"|[0-9a-f]{64}(?:\.json|\.tar|/VERSION|/json|/layer\.tar)?)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +96,12 @@ def _from_file(where: Where, name: str, settings: _Settings) -> Source:
         return TarSource(where, name, overrides=settings.overrides, limits=settings.limits)
     where, first, regular = _peek(where, name)
     compression = compression_of(first)
+    archive = None
     if regular and not compression:
         archive = _archive(where, name, settings)
-    elif settings.kind != "auto" or _is_image(StreamBlocks(io.BytesIO(beginning(first, compression)), name), whole=False):
+    elif settings.kind != "auto" or _may_be_image(beginning(first, compression)):
         where = _spooled(where, name, compression, settings)
         archive = _archive(where, name, settings)
-    else:
-        archive = None
     if archive is not None:
         return _load(archive, settings)
     return TarSource(where, name, overrides=settings.overrides, limits=settings.limits)
@@ -126,27 +120,25 @@ def _peek(where: Where, name: str) -> tuple[Where, bytes, bool]:
 
 
 def _archive(where: Where, name: str, settings: _Settings) -> ArchiveFiles | None:
-    """The files of a tar of an image; None if it is no such tar."""
-    if settings.kind == "auto":
-        with opened(where, name) as source:
-            if not _is_image(source.blocks, whole=True):
-                return None
-    return ArchiveFiles(name, lambda: regular_descriptor(where, name))
-
-
-def _is_image(blocks: Blocks, *, whole: bool) -> bool:
-    """Whether every name in a tar is one that images have. Of the beginning of a tar (not ``whole``) this is an educated guess."""
-    names = set()
+    """The files of a tar of an image; None if it is no such tar, which the first name that no image has tells."""
+    if settings.kind != "auto":
+        return ArchiveFiles(name, lambda: regular_descriptor(where, name))
     try:
-        for name, _, _ in TarReader(blocks, ""):
-            plain = posixpath.normpath(name.lstrip(b"/"))
-            if not _IMAGE_NAME.fullmatch(plain):
+        archive = ArchiveFiles(name, lambda: regular_descriptor(where, name), only=IMAGE_NAME)
+    except (InputError, LimitError):
+        return None  # reading it as a tar of files will say what is wrong, if anything is
+    return archive if "index.json" in archive or "manifest.json" in archive else None
+
+
+def _may_be_image(start: bytes) -> bool:
+    """Whether every name in the beginning of a tar is one that images have: an educated guess."""
+    names = set()
+    with contextlib.suppress(InputError):  # it is cut off, of course
+        for name, _, _ in TarReader(StreamBlocks(io.BytesIO(start), ""), ""):
+            names.add(path_of(name))
+            if not IMAGE_NAME.fullmatch(path_of(name)):
                 return False
-            names.add(plain)
-    except InputError:
-        if whole:
-            return False  # reading it as a tar of files will say what is wrong
-    return bool(names & {b"index.json", b"manifest.json"}) if whole else bool(names - {b"."})
+    return bool(names - {"."})
 
 
 def _spooled(where: Where, name: str, compression: str, settings: _Settings) -> OpenFile:

@@ -20,7 +20,7 @@ from dsec_layers.erofs.overlay import OPAQUE_NAME, RESERVED_PREFIX, WHITEOUT_PRE
 from dsec_layers.erofs.tree import Inode, Tree
 from dsec_layers.errors import InputError
 
-__all__ = ["LayerTar", "Merger", "components", "merge_layers"]
+__all__ = ["LayerTar", "Merger", "components", "merge_layers", "merge_tar"]
 
 _MAX_LINKS: Final = 40  # symbolic links followed in one path, as many as Linux does
 _MAX_STEPS: Final = 10_000  # components walked for one path, those of symbolic links included
@@ -266,27 +266,34 @@ def components(path: bytes) -> list[bytes]:
 class LayerTar(Protocol):
     """A tar layer that can be read several times."""
 
-    def open(self, *, again: bool = False) -> AbstractContextManager[TarReader]:
-        """Read it from the start; ``again`` says that all of it was read and verified before. What can be verified is, when the context ends well."""
+    def open(self) -> AbstractContextManager[TarReader]:
+        """Read it from the start. What can be verified is, when the context ends well."""
+
+
+def merge_tar(reader: TarReader, sink: ContentSink, limits: Limits | None = None) -> Tree:
+    """The tree of a tar that stands alone, read once: content goes to ``sink`` as it comes."""
+    merger = Merger(limits)
+    holes = Holes(limits or Limits())
+    merger.begin_layer(reader.input_bytes)
+    for member in reader:
+        inode = merger.add(member)
+        if inode is not None:
+            if inode.size > reader.stored:
+                holes.add(reader.what, member[0], inode.size, inode.size - reader.stored)
+            reader.feed(sink, inode)
+    return merger.tree
 
 
 def merge_layers(layers: Sequence[LayerTar], sink: ContentSink, limits: Limits | None = None) -> Tree:
     """Apply ``layers``, lowest first, to one tree, and hand the content of the files that survive to ``sink``, in the order of the layers.
 
-    A single layer is read once. Several are read twice: first the headers, to learn what survives, so that nothing is packed that a later layer deletes.
+    A single layer is read once. Several are read twice: first the headers, to learn what survives, so that nothing is packed that a later layer deletes (ADR 0016).
     """
-    merger = Merger(limits)
-    holes = Holes(limits or Limits())
     if len(layers) == 1:
         with layers[0].open() as reader:
-            merger.begin_layer(reader.input_bytes)
-            for member in reader:
-                inode = merger.add(member)
-                if inode is not None:
-                    if inode.size > reader.stored:
-                        holes.add(reader.what, member[0], inode.size, inode.size - reader.stored)
-                    reader.feed(sink, inode)
-        return merger.tree
+            return merge_tar(reader, sink, limits)
+    merger = Merger(limits)
+    holes = Holes(limits or Limits())
     files = [_apply(merger, layer) for layer in layers]
     alive = {id(inode) for _, inode in merger.tree.walk()}
     for layer, found in zip(layers, files, strict=True):
@@ -310,7 +317,7 @@ def _apply(merger: Merger, layer: LayerTar) -> list[Inode | None]:
 
 def _feed(layer: LayerTar, due: list[Inode | None], sink: ContentSink, holes: Holes) -> None:
     """Read a layer again and hand over the content of those regular files that are ``due``."""
-    with layer.open(again=True) as reader:
+    with layer.open() as reader:
         position = 0
         for name, inode, _ in reader:
             if inode is None or not stat.S_ISREG(inode.mode):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,10 +38,16 @@ from dsec_layers.errors import CorruptError, InputError, LimitError, NotFound, U
 from dsec_layers.fsio import pread_exact
 from dsec_layers.progress import SILENT, Progress
 
-__all__ = ["ArchiveFiles", "DirectoryFiles", "ImageFiles", "ImageSource", "load_docker", "load_oci"]
+__all__ = ["IMAGE_NAME", "MAX_MEMBERS", "ArchiveFiles", "DirectoryFiles", "ImageFiles", "ImageSource", "load_docker", "load_oci", "path_of"]
 
 MAX_MEMBERS: Final = 100_000
 """Files in a tar of an image."""
+
+IMAGE_NAME: Final = re.compile(
+    r"(?:\.|oci-layout|index\.json|manifest\.json|repositories|blobs(?:/[a-z0-9]+(?:/[0-9a-f]{64,128})?)?"
+    r"|[0-9a-f]{64}(?:\.json|\.tar|/VERSION|/json|/layer\.tar)?)"
+)
+"""Names in a tar of an image."""
 
 _MAX_DEPTH: Final = 4  # indexes within indexes
 
@@ -83,9 +90,12 @@ class DirectoryFiles:
 
 
 class ArchiveFiles:
-    """The files of an image in an uncompressed tar, found by one walk over its headers. ``opener`` gives a context with the tar's descriptor."""
+    """The files of an image in an uncompressed tar, found by one walk over its headers. ``opener`` gives a context with the tar's descriptor.
 
-    def __init__(self, what: str, opener: Callable[[], Any]) -> None:
+    Raises InputError for a damaged tar, and for the first name that does not match ``only``; LimitError for more than MAX_MEMBERS files.
+    """
+
+    def __init__(self, what: str, opener: Callable[[], Any], *, only: re.Pattern[str] | None = None) -> None:
         self.what = what
         self._opener = opener
         self._files: dict[str, tuple[int, int]] = {}
@@ -93,11 +103,13 @@ class ArchiveFiles:
         with opener() as fd:
             reader = TarReader(FileBlocks(fd, 0, os.fstat(fd).st_size, what), what)
             for name, inode, target in reader:
-                path = posixpath.normpath(os.fsdecode(name).lstrip("/"))
+                path = path_of(name)
+                if only is not None and not only.fullmatch(path):
+                    raise InputError(f"{what} has {shown(name)}, which no image has")
                 self._files.pop(path, None)
                 self._links.pop(path, None)
                 if inode is None:
-                    self._links[path] = posixpath.normpath(os.fsdecode(target).lstrip("/"))
+                    self._links[path] = path_of(target)
                 elif inode.data is not None:
                     self._links[path] = posixpath.normpath(posixpath.join(posixpath.dirname(path), os.fsdecode(inode.data)))
                 elif inode.children is None:
@@ -122,6 +134,11 @@ class ArchiveFiles:
             yield Section(fd, *self._files[path])
 
 
+def path_of(name: bytes) -> str:
+    """A name in a tar of an image as its documents spell it."""
+    return posixpath.normpath(os.fsdecode(name).lstrip("/"))
+
+
 def _read(files: ImageFiles, name: str, blob: Blob | None = None) -> bytes:
     """A whole document, verified if its descriptor is known."""
     what = f"{files.what}: {shown(os.fsencode(name))}"
@@ -142,18 +159,19 @@ def _blob_name(blob: Blob) -> str:
 
 
 class _ImageLayer:
-    """One layer of an image. What is read must match ``digest`` (of the stored bytes) and ``diff_id``; read again, it must be the same as before."""
+    """One layer of an image. What is read must match ``digest`` (of the stored bytes) and ``diff_id``; read again, the same stored bytes will do."""
 
     def __init__(self, files: ImageFiles, name: str, title: str, diff_id: Digest, blob: Blob | None, limits: Limits) -> None:
         self._files, self._name, self._title, self._diff_id, self._blob, self._limits = files, name, title, diff_id, blob, limits
         self._digest = blob.digest if blob else None
+        self._verified = False
         self.progress: Progress = SILENT
 
     @contextmanager
-    def open(self, *, again: bool = False) -> Iterator[TarReader]:
+    def open(self) -> Iterator[TarReader]:
         """Read and verify it."""
         what = f"{self._files.what}: {self._title}"
-        seen = Seen(with_tar=not again)
+        seen = Seen(with_tar=not self._verified)
         with self._files.open(self._name) as section, self.progress.task(self._title, total=section.size) as task:
             if self._blob is not None and section.size != self._blob.size:
                 raise CorruptError(f"{what} has {section.size} bytes, its descriptor says {self._blob.size}")
@@ -163,11 +181,12 @@ class _ImageLayer:
         stored, tar = (f"sha256:{item.hexdigest()}" for item in (seen.stored, seen.tar))
         if stored != (self._digest or stored):
             raise CorruptError(f"{what} does not match its digest {self._digest}: it is {stored}")
-        if not again and tar != self._diff_id:
+        if self._verified:
+            return
+        if tar != self._diff_id:
             raise CorruptError(f"{what}, uncompressed, does not match the config's diff ID {self._diff_id}: it is {tar}")
-        self._digest = stored
-        if not again:
-            warn_of_oddities(self.progress, what, reader.dropped, reader.whiteouts)
+        self._digest, self._verified = stored, True
+        warn_of_oddities(self.progress, what, reader.dropped, reader.whiteouts)
 
 
 class ImageSource:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Ints", "Mask", "chunk_lengths", "slices"]
+__all__ = ["Ints", "Mask", "Narrow", "chunk_lengths", "slices"]
 
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
+Narrow = npt.NDArray[Any]
+"""Integers of fewer than eight bytes, as a column of a million has them. Together with Ints they give Ints; shifted left by themselves they overflow."""
 
 
 def slices(at: Ints, count: Ints) -> Ints:
@@ -18,8 +22,9 @@ def slices(at: Ints, count: Ints) -> Ints:
     return np.repeat(at - (ends - count), count) + np.arange(total)
 
 
-def chunk_lengths(size: Ints, bits: Ints, count: Ints) -> Ints:
+def chunk_lengths(size: Ints, bits: Narrow, count: Ints) -> Ints:
     """Blocks that each chunk of each file needs: whole chunks, and what is left of the size for the last one."""
+    bits = bits.astype(np.int64)
     blocks = np.repeat(np.int64(1) << (bits - 12), count)
     used = count > 0
     last = np.cumsum(count)[used] - 1

@@ -16,7 +16,7 @@ from operator import attrgetter
 import numpy as np
 
 from dsec_layers.erofs import format as fmt
-from dsec_layers.erofs.columns import Ints, Mask
+from dsec_layers.erofs.columns import Ints, Mask, Narrow
 from dsec_layers.erofs.overlay import whiteout_columns
 from dsec_layers.erofs.tree import BLOCK, Inode, Tree, find_path, show_path
 from dsec_layers.errors import ImageCode, ImageError, LimitError
@@ -37,19 +37,19 @@ class Flat:
     dir_first: Ints
     """First entry of each directory, and one more: the number of entries."""
     nlink: Ints
-    mode: Ints
-    uid: Ints
-    gid: Ints
+    mode: Narrow
+    uid: Narrow
+    gid: Narrow
     mtime: Ints
-    mtime_ns: Ints
+    mtime_ns: Narrow
     size: Ints
-    i_rdev: Ints
+    i_rdev: Narrow
     """Device numbers as the image spells them; 0 for what is not a device."""
     has_data: Mask
     extent_at: Ints
     extent_count: Ints
     """Chunks; 0 for what is not chunk-based."""
-    chunk_bits: Ints
+    chunk_bits: Narrow
 
     def refuse(self, bad: Mask, what: str, *, limit: bool = False) -> None:
         """Raise ImageError, or LimitError for a ``limit``, with the path of the first inode for which ``bad`` holds, if any does."""
@@ -73,7 +73,7 @@ def flatten(tree: Tree) -> Flat:
         dir_inode=entry_inode[dots], dir_first=firsts, nlink=np.bincount(entry_inode, minlength=len(inodes)),
         mode=_column(inodes, "mode"), uid=_column(inodes, "uid"), gid=_column(inodes, "gid"),
         mtime=_column(inodes, "mtime"), mtime_ns=_column(inodes, "mtime_ns"), size=_column(inodes, "size"),
-        i_rdev=np.zeros(len(inodes), np.int64), has_data=np.array([inode.data is not None for inode in inodes], np.bool_),
+        i_rdev=np.zeros(len(inodes), np.uint32), has_data=np.array([inode.data is not None for inode in inodes], np.bool_),
         extent_at=_column(inodes, "extent_at"), extent_count=_column(inodes, "extent_count"), chunk_bits=_column(inodes, "chunk_bits"),
     )  # fmt: skip
     _check_attributes(flat)
@@ -170,6 +170,8 @@ def _check_attributes(flat: Flat) -> None:
         flat.i_rdev[at] = fmt.encode_dev(device)
     whiteout = whiteout_columns(mode, flat.i_rdev)
     flat.refuse(whiteout & (flat.nlink > 1), "a whiteout with two names; overlayfs allows one")
+    flat.mode = mode.astype(np.int32)
+    flat.uid, flat.gid, flat.mtime_ns = (column.astype(np.uint32) for column in (flat.uid, flat.gid, flat.mtime_ns))
 
 
 def _check_content(flat: Flat) -> None:
@@ -200,4 +202,4 @@ def _check_chunks(flat: Flat, total: int) -> None:
     need = np.where(chunked, (flat.size - 1 >> bits) + 1, 0)
     flat.refuse(need != flat.extent_count, "another number of extents than the size asks for")
     flat.refuse(chunked & ((flat.extent_at < 0) | (flat.extent_at > total - need)), "extents outside the tree's array")
-    flat.chunk_bits = bits
+    flat.chunk_bits = bits.astype(np.int8)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsec_layers.erofs import format as fmt
-from dsec_layers.erofs.columns import Ints, Mask, chunk_lengths, slices
+from dsec_layers.erofs.columns import Ints, Mask, Narrow, chunk_lengths, slices
 from dsec_layers.erofs.tree import BLOCK, HOLE
 from dsec_layers.errors import ImageCode, ImageError
 
@@ -38,18 +38,18 @@ class InodeTable:
 
     nid: Ints
     pos: Ints
-    mode: Ints
-    nlink: Ints
-    uid: Ints
-    gid: Ints
+    mode: Narrow
+    nlink: Narrow
+    uid: Narrow
+    gid: Narrow
     mtime: Ints
-    mtime_ns: Ints
+    mtime_ns: Narrow
     size: Ints
-    ino: Ints
-    layout: Ints
+    ino: Narrow
+    layout: Narrow
     i_u: Ints
     area_at: Ints
-    area: Ints
+    area: Narrow
     """Bytes of extended attributes, and where they start."""
     body_at: Ints
     """What follows the extended attributes: inline data, or (aligned to its unit) the chunk indexes."""
@@ -57,10 +57,10 @@ class InodeTable:
     """Blocks at ``i_u`` (plain and inline layouts)."""
     inline: Ints
     """Bytes at ``body_at`` (inline layout)."""
-    chunk_bits: Ints
+    chunk_bits: Narrow
     chunks: Ints
     """Number of chunks, 0 for what is not chunk-based."""
-    unit: Ints
+    unit: Narrow
     """Bytes of a chunk index."""
 
     def refuse(self, bad: Mask, what: str, code: ImageCode) -> None:
@@ -85,34 +85,40 @@ def inode_modes(geometry: Geometry, nids: npt.NDArray[np.uint64]) -> Ints:
 
 def decode_inodes(geometry: Geometry, nids: npt.NDArray[np.uint64]) -> InodeTable:
     """Decode and check the inodes ``nids``. Raises ImageError naming the nid."""
+    table, extended = _decode_short(geometry, nids)
+    _decode_extended(geometry, table, extended)
+    table.refuse(fmt.FILE_TYPE_OF_MODE[table.mode >> 12] == fmt.FT_UNKNOWN, "a mode without a file type", ImageCode.BAD_ENCODING)
+    table.refuse(table.mtime_ns >= 1_000_000_000, "nanoseconds out of range", ImageCode.OUT_OF_BOUNDS)
+    table.refuse(table.body_at > geometry.length, "extended attributes beyond the end of the image", ImageCode.OUT_OF_BOUNDS)
+    table.refuse(table.area == fmt.XATTR_IBODY_HEADER, "an extended attribute area that holds none", ImageCode.INCONSISTENT)
+    _locate_flat(geometry, table)
+    _locate_chunks(geometry, table)
+    return table
+
+
+def _decode_short(geometry: Geometry, nids: npt.NDArray[np.uint64]) -> tuple[InodeTable, Ints]:
+    """What both forms of an inode have in the same place, and which ones are extended."""
     pos = _positions(geometry, nids)
     short = geometry.slots[pos >> fmt.ISLOT_BITS].view(fmt.INODE_COMPACT)
     i_format = short["i_format"].astype(np.int64)
     extended = (i_format & fmt.I_VERSION_EXTENDED) != 0
-    area = short["i_xattr_icount"].astype(np.int64)
-    area = np.where(area > 0, fmt.XATTR_IBODY_HEADER + 4 * (area - 1), 0)
+    area = short["i_xattr_icount"].astype(np.int32)
+    area = np.where(area > 0, fmt.XATTR_IBODY_HEADER + 4 * (area - 1), 0).astype(np.int32)
     area_at = pos + np.where(extended, fmt.INODE_EXTENDED.itemsize, fmt.INODE_COMPACT.itemsize)
     zeros = np.zeros(len(pos), np.int64)
     table = InodeTable(
-        nid=nids.astype(np.int64), pos=pos, mode=short["i_mode"].astype(np.int64), nlink=short["i_nlink"].astype(np.int64),
-        uid=short["i_uid"].astype(np.int64), gid=short["i_gid"].astype(np.int64),
-        mtime=geometry.build_time + short["i_reserved"].astype(np.int64), mtime_ns=zeros + geometry.build_time_nsec,
-        size=short["i_size"].astype(np.int64), ino=short["i_ino"].astype(np.int64),
-        layout=i_format >> fmt.I_DATALAYOUT_BIT & fmt.I_DATALAYOUT_MASK,
+        nid=nids.astype(np.int64), pos=pos, mode=short["i_mode"].astype(np.int32), nlink=short["i_nlink"].astype(np.uint32),
+        uid=short["i_uid"].astype(np.uint32), gid=short["i_gid"].astype(np.uint32),
+        mtime=geometry.build_time + short["i_reserved"].astype(np.int64), mtime_ns=np.full(len(pos), geometry.build_time_nsec, np.uint32),
+        size=short["i_size"].astype(np.int64), ino=short["i_ino"].astype(np.uint32),
+        layout=(i_format >> fmt.I_DATALAYOUT_BIT & fmt.I_DATALAYOUT_MASK).astype(np.int8),
         i_u=short["i_u"].astype(np.int64), area_at=area_at, area=area, body_at=area_at + area,
-        whole=zeros, inline=zeros, chunk_bits=zeros + 12, chunks=zeros, unit=zeros + 8,
+        whole=zeros, inline=zeros, chunk_bits=np.full(len(pos), 12, np.int8), chunks=zeros, unit=np.full(len(pos), 8, np.int8),
     )  # fmt: skip
     table.refuse((i_format & ~fmt.I_ALL) != 0, "an inode format from a newer EROFS", ImageCode.UNKNOWN_FEATURE)
     table.refuse(table.layout > fmt.CHUNK_BASED, "an unknown data layout", ImageCode.UNKNOWN_FEATURE)
     table.refuse(area_at > geometry.length, "cut off by the end of the image", ImageCode.TRUNCATED)
-    _decode_extended(geometry, table, np.flatnonzero(extended))
-    table.refuse(fmt.FILE_TYPE_OF_MODE[table.mode >> 12] == fmt.FT_UNKNOWN, "a mode without a file type", ImageCode.BAD_ENCODING)
-    table.refuse(table.mtime_ns >= 1_000_000_000, "nanoseconds out of range", ImageCode.OUT_OF_BOUNDS)
-    table.refuse(table.body_at > geometry.length, "extended attributes beyond the end of the image", ImageCode.OUT_OF_BOUNDS)
-    table.refuse(area == fmt.XATTR_IBODY_HEADER, "an extended attribute area that holds none", ImageCode.INCONSISTENT)
-    _locate_flat(geometry, table)
-    _locate_chunks(geometry, table)
-    return table
+    return table, np.flatnonzero(extended)
 
 
 def _decode_extended(geometry: Geometry, table: InodeTable, at: Ints) -> None:
@@ -161,9 +167,9 @@ def _locate_chunks(geometry: Geometry, table: InodeTable) -> None:
     table.refuse(chunked & ((table.mode & 0o170000) != stat.S_IFREG), "chunks on something else than a file", ImageCode.INCONSISTENT)
     layout = np.where(chunked, table.i_u & 0xFFFF, 0)
     table.refuse((layout & ~fmt.CHUNK_FORMAT_KNOWN) != 0, "48-bit chunk indexes, which are not supported", ImageCode.UNKNOWN_FEATURE)
-    table.chunk_bits = 12 + (layout & fmt.CHUNK_FORMAT_BLKBITS_MASK)
+    table.chunk_bits = (12 + (layout & fmt.CHUNK_FORMAT_BLKBITS_MASK)).astype(np.int8)
     table.chunks = np.where(chunked & (table.size > 0), (table.size - 1 >> table.chunk_bits) + 1, 0)
-    table.unit = np.where((layout & fmt.CHUNK_FORMAT_INDEXES) != 0, 8, 4)
+    table.unit = np.where((layout & fmt.CHUNK_FORMAT_INDEXES) != 0, 8, 4).astype(np.int8)
     table.body_at = np.where(chunked, table.body_at + table.unit - 1 & -table.unit, table.body_at)
     # The count alone is compared first: times the unit it could overflow.
     over = table.chunks > geometry.length

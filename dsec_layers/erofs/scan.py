@@ -111,6 +111,7 @@ def _assemble(geometry: Geometry, dir_nids: list[Nids], parts: list[Entries]) ->
     dirs = np.concatenate(dir_nids)
     nids, inverse = np.unique(np.concatenate((dirs[:1], entry_nids)), return_inverse=True)
     child = inverse.reshape(-1)[1:].astype(np.int64)
+    del entry_nids, inverse  # eight bytes an entry each, while the inodes are decoded
     dir_inode = np.searchsorted(nids, dirs).astype(np.int64)
     counts = np.concatenate([np.diff(part.first) for part in parts])
     first = np.zeros(len(dirs) + 1, np.int64)

@@ -280,8 +280,7 @@ def _render_inodes(image: bytearray, flat: Flat, layout: _Layout) -> None:
     i_u[(kind != stat.S_IFREG) & (kind != stat.S_IFDIR) & (kind != stat.S_IFLNK)] = 0
     i_u = np.where(flat.i_rdev > 0, flat.i_rdev, i_u)
     icount = np.where(layout.area > 0, (layout.area - fmt.XATTR_IBODY_HEADER) // 4 + 1, 0)
-    for short, dtype in ((True, fmt.INODE_COMPACT), (False, fmt.INODE_EXTENDED)):
-        at = np.flatnonzero(layout.compact == short)
+    for short, dtype, at in _batches(layout.compact):
         rows = np.zeros(len(at), dtype)
         rows["i_format"] = (layout.datalayout[at] << fmt.I_DATALAYOUT_BIT) | (0 if short else fmt.I_VERSION_EXTENDED)
         rows["i_xattr_icount"] = icount[at]
@@ -298,6 +297,14 @@ def _render_inodes(image: bytearray, flat: Flat, layout: _Layout) -> None:
         halves = rows.view("V32").reshape(len(at), dtype.itemsize >> fmt.ISLOT_BITS)
         for half in range(halves.shape[1]):
             slots[(layout.pos[at] >> fmt.ISLOT_BITS) + half] = halves[:, half]
+
+
+def _batches(compact: Mask) -> Iterator[tuple[bool, np.dtype[np.void], Ints]]:
+    """Which inodes are of which form, some at a time: there are a hundred bytes for each on the way."""
+    for short, dtype in ((True, fmt.INODE_COMPACT), (False, fmt.INODE_EXTENDED)):
+        every = np.flatnonzero(compact == short)
+        for first in range(0, len(every), _BATCH):
+            yield short, dtype, every[first : first + _BATCH]
 
 
 def _render_xattrs(image: bytearray, layout: _Layout) -> None:

@@ -211,7 +211,7 @@ def test_b1_holes_are_summed_over_the_layers_of_an_image_and_in_directories(tmp_
             self.data = data
 
         @contextmanager
-        def open(self, *, again: bool = False) -> Iterator[TarReader]:
+        def open(self) -> Iterator[TarReader]:
             yield TarReader(StreamBlocks(io.BytesIO(self.data), "layer"), "layer")
 
     merge_layers([Layer(names[0]), Layer(names[0])], Counting(), limits)

@@ -1,0 +1,96 @@
+"""How often the headers of an input are looked at: once for its content, and as few times as can be to tell what it is."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from dsec_layers.builders.sources import header, oci
+from dsec_layers.builders.sources.detect import detect
+from dsec_layers.builders.sources.header import is_header
+from dsec_layers.errors import LimitError
+from tests.kit.oracle import MemorySink
+from tests.kit.tars import file, make_tar
+
+FILES = make_tar(*(file(f"f{number}") for number in range(50)))
+LAYER = make_tar(*(file(f"f{number}") for number in range(20)))
+
+
+class Headers:
+    """Counts the headers that tar readers look at; the zeros at the end of an archive are one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen = 0
+        monkeypatch.setattr(header, "is_header", self._is_header)
+
+    def _is_header(self, buffer: bytes, at: int) -> bool:
+        self.seen += 1
+        return is_header(buffer, at)
+
+    def during(self, step: Callable[[], object]) -> int:
+        """How many one step looks at."""
+        before = self.seen
+        step()
+        return self.seen - before
+
+
+@pytest.fixture
+def headers(monkeypatch: pytest.MonkeyPatch) -> Headers:
+    return Headers(monkeypatch)
+
+
+def docker_archive(*layers: bytes) -> bytes:
+    """What ``docker save`` writes, with as many files as layers and two more."""
+    diff_ids = ["sha256:" + hashlib.sha256(layer).hexdigest() for layer in layers]
+    config = json.dumps({"os": "linux", "architecture": "amd64", "rootfs": {"diff_ids": diff_ids}}).encode()
+    name = hashlib.sha256(config).hexdigest() + ".json"
+    names = [f"{number:064x}.tar" for number in range(len(layers))]
+    manifest = json.dumps([{"Config": name, "Layers": names, "RepoTags": None}]).encode()
+    return make_tar(
+        file(name, config),
+        *(file(name, layer) for name, layer in zip(names, layers, strict=True)),
+        file("manifest.json", manifest),
+    )
+
+
+def ingest(place: Path | BinaryIO, kind: str) -> None:
+    source = detect(place)
+    source.ingest(MemorySink())
+    assert source.kind == kind
+
+
+def test_headers_of_files_are_walked_once(tmp_path: Path, headers: Headers) -> None:
+    path = tmp_path / "files.tar"
+    path.write_bytes(FILES)
+    places: list[Callable[[], Path | BinaryIO]] = [
+        lambda: path, lambda: io.BytesIO(FILES), lambda: io.BytesIO(gzip.compress(FILES)),
+    ]  # fmt: skip
+    for place in places:
+        assert headers.during(partial(detect, place())) == 1  # its name is none that images have
+        assert headers.during(partial(ingest, place(), "tar")) == 1 + 50 + 1
+
+
+def test_headers_of_an_image_are_walked_once(tmp_path: Path, headers: Headers) -> None:
+    path = tmp_path / "image.tar"
+    path.write_bytes(docker_archive(LAYER))
+    assert headers.during(lambda: detect(path)) == 3 + 1
+    assert headers.during(lambda: ingest(path, "docker")) == 3 + 1 + 20 + 1
+    # Whether to spool it is told by the first 64 KiB, which are all of it here.
+    assert headers.during(lambda: detect(io.BytesIO(path.read_bytes()))) == 2 * (3 + 1)
+
+
+def test_more_names_like_an_image_s_than_any_image_has_are_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oci, "MAX_MEMBERS", 10)
+    path = tmp_path / "files.tar"
+    path.write_bytes(make_tar(*(file(f"{number:064x}") for number in range(11))))
+    ingest(path, "tar")
+    with pytest.raises(LimitError, match="no image is like that"):
+        detect(path, kind="docker")
