@@ -7,6 +7,7 @@ of the disk.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -112,7 +113,7 @@ class _Place:
 
 
 class _Log:
-    """Progress as lines with the time, on standard error."""
+    """Progress as the daemon's log has it, on standard error."""
 
     @contextmanager
     def task(self, title: str, *, total: int | None = None, unit: str = "B") -> Iterator[Task]:
@@ -125,13 +126,16 @@ class _Log:
         pass
 
     def info(self, message: str) -> None:
-        self.warning(message)
+        self._write("INFO", message)
 
     def debug(self, message: str) -> None:
         pass
 
     def warning(self, message: str) -> None:
-        sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+        self._write("WARNING", message)
+
+    def _write(self, level: str, message: str) -> None:
+        sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} attach[{os.getpid()}] {level} {message}\n")
         sys.stderr.flush()
 
 

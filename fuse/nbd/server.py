@@ -78,6 +78,7 @@ class Server:
         self._lock = threading.Lock()
         self._connections: dict[threading.Thread, Connection] = {}  # in the order of their coming
         self._leaving: dict[threading.Thread, Connection] = {}  # those that had to make room, whose threads are about to end
+        self._ending: list[threading.Thread] = []  # of connections that are over
         self._stopping = threading.Event()
 
     def __enter__(self) -> Self:
@@ -141,14 +142,15 @@ class Server:
         listener.close()
         with self._lock:
             open_connections = self._connections | self._leaving
+            threads = [*open_connections, *self._ending]
         for connection in open_connections.values():
             connection.stop()
-        if _join(open_connections, time.monotonic() + grace):
+        if _join(threads, time.monotonic() + grace):
             return True
         for thread, connection in open_connections.items():
             if thread.is_alive():
                 connection.abort()
-        _join(open_connections, time.monotonic() + _ABORT_SECONDS)
+        _join(threads, time.monotonic() + _ABORT_SECONDS)
         return False
 
     def _accept(self, listener: socket.socket) -> None:
@@ -168,6 +170,7 @@ class Server:
         connection = Connection(sock, self._exports, mode=self._mode, context=self._context, limits=self._limits, progress=self._progress)
         thread = threading.Thread(target=self._run, args=(connection,), name="nbd-client", daemon=True)
         with self._lock:
+            self._ending = [ending for ending in self._ending if ending.is_alive()]
             room = len(self._connections) < self._limits.connections or self._make_room()
             if room:
                 self._connections[thread] = connection
@@ -196,9 +199,11 @@ class Server:
         try:
             connection.run()
         finally:
-            with self._lock:
-                self._connections.pop(threading.current_thread(), None)
-                self._leaving.pop(threading.current_thread(), None)
+            with self._lock:  # not forgotten yet: this thread refers to the sources up to its very end, for which ``stop`` waits
+                me = threading.current_thread()
+                self._connections.pop(me, None)
+                self._leaving.pop(me, None)
+                self._ending.append(me)
 
 
 def serve(

@@ -23,7 +23,7 @@ class Workers:
         self._payload = payload
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._changed = threading.Condition()
-        self._started = 0
+        self._started: list[threading.Thread] = []
         self._running = 0
         self._open = 0
         self._bytes = 0
@@ -43,7 +43,7 @@ class Workers:
     def submit(self, cost: int, job: Callable[[], None]) -> None:
         """Run ``job``, which must not raise, in a thread."""
         with self._changed:
-            if self._running >= self._started and self._started < self._threads:
+            if self._running >= len(self._started) < self._threads:
                 self._start()
             self._open += 1
             self._bytes += cost
@@ -64,21 +64,25 @@ class Workers:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Wait until no job is open, or for ``abort``, and let the threads end."""
+        """Wait until no job is open and the threads have ended, so that nothing refers to what jobs used; or for ``abort``."""
         with self._changed:
             self._changed.wait_for(lambda: self._aborted or self._open == 0)
-            for _ in range(self._started):
+            for _ in self._started:
                 self._queue.put(None)
+            hanging = self._aborted
+        for thread in [] if hanging else self._started:
+            thread.join()
 
     def _start(self) -> None:
         """One thread more. The first must start; with fewer than wanted the work is done all the same."""
+        thread = threading.Thread(target=self._work, name=f"{self._name}-worker", daemon=True)
         try:
-            threading.Thread(target=self._work, name=f"{self._name}-worker", daemon=True).start()
+            thread.start()
         except RuntimeError as error:
-            if self._started == 0:
+            if not self._started:
                 raise ConnectionError("no thread can be started") from error
         else:
-            self._started += 1
+            self._started.append(thread)
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:

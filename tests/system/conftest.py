@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,72 +14,17 @@ from dsec_layers.sandbox.box import _try
 from dsec_layers.sandbox.cgroups import CgroupHost, read_cgroup_mounts
 from dsec_layers.sandbox.output import Collector
 from dsec_layers.sandbox.runtime import Runtime, _candidates
+from tests.kit.busybox import make_busybox_root
+from tests.kit.daemon_logs import pytest_runtest_makereport, quiet_logs
 from tests.kit.tools import tool
 
-APPLETS = (
-    *(
-        "sh",
-        "cat",
-        "echo",
-        "ls",
-        "sleep",
-        "true",
-        "false",
-        "id",
-        "env",
-        "mkdir",
-        "rm",
-        "rmdir",
-        "mv",
-        "cp",
-        "ln",
-        "touch",
-        "chmod",
-        "chown",
-        "stat",
-    ),
-    *(
-        "dd",
-        "head",
-        "tail",
-        "wc",
-        "grep",
-        "sed",
-        "find",
-        "tar",
-        "mknod",
-        "mount",
-        "umount",
-        "unshare",
-        "ip",
-        "ping",
-        "ps",
-        "kill",
-        "hostname",
-        "readlink",
-    ),
-    *("seq", "sort", "sha256sum", "setsid", "stty", "tty", "yes", "date", "mkfifo", "nslookup", "wget", "test", "chroot", "printf"),
-)
+__all__ = ["pytest_runtest_makereport", "quiet_logs"]
 
 
 @pytest.fixture(scope="session")
 def busybox_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root directory with a static busybox and little else: no /proc, /dev, /sys, and of /etc only passwd and group. Not to be changed by tests."""
-    program = tool("busybox")
-    root = tmp_path_factory.mktemp("busybox")
-    root.chmod(0o755)
-    for name in ("bin", "etc", "home", "root", "tmp", "usr/bin", "var/tmp", "run"):
-        (root / name).mkdir(parents=True)
-    for name in ("tmp", "var/tmp"):
-        (root / name).chmod(0o1777)
-    shutil.copy(program, root / "bin/busybox")
-    for applet in APPLETS:
-        (root / "bin" / applet).symlink_to("busybox")
-    (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\nann:x:1000:1000:Ann:/home/ann:/bin/sh\n")
-    (root / "etc/group").write_text("root:x:0:\nann:x:1000:\nwheel:x:10:ann\n")
-    (root / "home/ann").mkdir()
-    os.chown(root / "home/ann", 1000, 1000)
-    return root
+    return make_busybox_root(tmp_path_factory.mktemp("busybox"))
 
 
 def _cgroups() -> CgroupHost:

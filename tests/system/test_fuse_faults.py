@@ -146,6 +146,7 @@ def check_all(root: Path, files: Mapping[str, bytes]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.logs("the worker died", r"taking over \d+ events")
 def test_e1_e2_worker_killed_again_and_again_under_32_readers(stage: Stage) -> None:
     total = zero = wrong = 0
     with daemon(stage.cache, ["--linger", "0"]) as host:
@@ -168,6 +169,7 @@ def test_e1_e2_worker_killed_again_and_again_under_32_readers(stage: Stage) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.logs("the keeper died", r"taking over \d+ events")
 def test_e2_keeper_killed_under_32_readers(stage: Stage) -> None:
     with daemon(stage.cache, ["--linger", "0"]) as host:
         lease = host.attach(stage.store, [stage.sample.digest])
@@ -188,6 +190,7 @@ def test_e2_keeper_killed_under_32_readers(stage: Stage) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.logs("died together", "the (keeper|worker) died", r"taking over \d+ events")
 def test_e2_keeper_and_worker_killed_together_fail_closed_and_the_next_start_says_so(stage: Stage) -> None:
     total = 0
     with daemon(stage.cache, ["--linger", "0"]) as host:
@@ -216,6 +219,7 @@ def test_e2_keeper_and_worker_killed_together_fail_closed_and_the_next_start_say
     assert "died together" in log_of(stage.cache)
 
 
+@pytest.mark.logs("is not a store")
 def test_readers_can_be_killed_while_they_wait(stage: Stage) -> None:
     with daemon(stage.cache) as host, host.attach(stage.store, [stage.sample.digest]) as lease:
         stage.away()
@@ -229,6 +233,7 @@ def test_readers_can_be_killed_while_they_wait(stage: Stage) -> None:
         check_all(lease.paths[0], stage.files)
 
 
+@pytest.mark.logs("is not a store")
 def test_d1_the_store_is_away_for_a_while(stage: Stage) -> None:
     """Readers wait; it comes back; they get the right bytes."""
     with daemon(stage.cache) as host, host.attach(stage.store, [stage.sample.digest]) as lease:
@@ -243,6 +248,7 @@ def test_d1_the_store_is_away_for_a_while(stage: Stage) -> None:
         assert outcome == [stage.files["f01"]]
 
 
+@pytest.mark.logs("is not a store")
 def test_the_store_stays_away_error_at_the_deadline_and_the_next_read_tries_again(stage: Stage) -> None:
     with daemon(stage.cache, ["--deadline", "1"]) as host, host.attach(stage.store, [stage.sample.digest]) as lease:
         stage.away()
@@ -256,6 +262,7 @@ def test_the_store_stays_away_error_at_the_deadline_and_the_next_read_tries_agai
         assert host.show().failures > 0
 
 
+@pytest.mark.logs("bad zstd frame", "wanted .* file has")
 def test_d2_d7_a_corrupt_segment_is_an_error_that_names_it(stage: Stage) -> None:
     blob = stage.blob
     good = blob.read_bytes()
@@ -330,6 +337,7 @@ def test_one_reader_makes_one_event_a_segment(stage: Stage) -> None:
         assert host.show().events == len(stage.sample.segments)
 
 
+@pytest.mark.logs("with mounts in place")
 def test_e3_told_to_stop_with_mounts_in_place(stage: Stage, tmp_path: Path) -> None:
     """Nothing mounted is lost: the keeper holds the readers until the daemon is started again."""
     target = tmp_path / "target"
@@ -402,6 +410,7 @@ def _settled(host: Host, stage: Stage, target: Path) -> bool:
     return True
 
 
+@pytest.mark.logs("the worker died", r"taking over \d+ events", "is not mounted; its record is dropped")
 def test_the_worker_is_killed_while_it_mounts(stage: Stage, tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
@@ -418,6 +427,7 @@ def test_the_worker_is_killed_while_it_mounts(stage: Stage, tmp_path: Path) -> N
             host.clear()
 
 
+@pytest.mark.logs("the worker died", r"taking over \d+ events")
 def test_leases_end_with_their_holder(stage: Stage) -> None:
     script = (
         "import sys; from pathlib import Path; from dsec_layers.fuse.client.host import open_host\n"
@@ -448,6 +458,7 @@ def test_a_daemon_that_cannot_start_says_why(tmp_path: Path) -> None:
     assert processes_of(cache) == []
 
 
+@pytest.mark.logs("is not a store", r"taking over \d+ events")
 def test_systemd_keeps_the_group_when_both_are_ended(stage: Stage, tmp_path: Path) -> None:
     """The part of systemd is played here: a notify socket, a descriptor store, a new start with what was stored."""
     address = tmp_path / "notify"

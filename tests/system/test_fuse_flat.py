@@ -128,6 +128,7 @@ def layer_files_of(place: Path, store: PosixStore, digest: str) -> LayerFiles:
         return layer_files(directory, store.url, digest, lambda _: store, QUICK)
 
 
+@pytest.mark.logs("is not a store", "the worker died", r"taking over \d+ events")
 def test_e1_the_worker_is_killed_under_readers(place: Path, store: PosixStore) -> None:
     """The server asks again; readers wait."""
     sample = make_layer(store, FILES)
@@ -144,6 +145,7 @@ def test_e1_the_worker_is_killed_under_readers(place: Path, store: PosixStore) -
         assert outcome == [FILES]
 
 
+@pytest.mark.logs("the FUSE server of .* died")
 def test_e1_the_server_is_killed_it_fails_closed_and_a_new_mount_works(place: Path, store: PosixStore) -> None:
     sample = make_layer(store, FILES)
     with daemon(place / "cache", ["--linger", "0"]) as host:
@@ -168,6 +170,7 @@ def test_e1_the_server_is_killed_it_fails_closed_and_a_new_mount_works(place: Pa
         os.close(root)
 
 
+@pytest.mark.logs("bad zstd frame")
 def test_d7_a_corrupt_segment_is_an_error(place: Path, store: PosixStore) -> None:
     sample = make_layer(store, FILES)
     blob = store.local_path(sample.own.digest)

@@ -88,6 +88,7 @@ def hanging(place: Path) -> Iterator[StoppableStore]:
 
 
 @pytest.mark.parametrize("driver", ["fanotify", "fuse"])
+@pytest.mark.logs("/a hangs; it is left alone", r"/a\): not here after")
 def test_b2_a_store_that_hangs_keeps_nobody_from_another(place: Path, hanging: StoppableStore, driver: str) -> None:
     healthy = PosixStore(place / "b")
     sample = make_layer(healthy, HEALTHY, per_segment=1)

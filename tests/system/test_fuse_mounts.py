@@ -157,6 +157,7 @@ def test_c1_five_hundred_layers(place: Path, store: PosixStore, monkeypatch: pyt
         assert len(read_tree(place / "target")) == 500
 
 
+@pytest.mark.logs("is damaged and is fetched again")
 def test_d3_damaged_metadata_is_fetched_again(place: Path, store: PosixStore) -> None:
     sample = make_layer(store, BASE)
     metadata = place / "cache" / "metadata"
@@ -172,6 +173,7 @@ def test_d3_damaged_metadata_is_fetched_again(place: Path, store: PosixStore) ->
         assert read_tree(lease.paths[0]) == BASE
 
 
+@pytest.mark.logs("is fetched again")
 def test_d3_damaged_segments_are_fetched_again_once(place: Path, store: PosixStore) -> None:
     sample = make_layer(store, BASE)
     with daemon(place / "cache") as host, host.attach(store, [sample.digest]) as lease:
@@ -284,6 +286,7 @@ def test_c5_a_cache_on_a_file_system_that_cannot_is_refused_with_the_way_out(pla
     assert processes_of(memory / "cache") == []
 
 
+@pytest.mark.logs("is not a store")
 def test_a_store_that_is_not_there_is_named(place: Path, store: PosixStore) -> None:
     sample = make_layer(store, BASE)
     store.root.rename(place / "gone")
@@ -334,6 +337,7 @@ def test_it_ends_by_itself_when_nothing_is_mounted(place: Path, store: PosixStor
     assert log_of(place / "cache").count("ended") == 2
 
 
+@pytest.mark.logs("died together", "the (keeper|worker) died", "is about no segment of this cache .*/poisoned/")
 def test_holes_instead_of_empty_files(place: Path, store: PosixStore) -> None:
     """As on kernels that take a short read for success: the same, but after total death mounts are poisoned and must not be served."""
     lower, upper = make_layer(store, BASE), make_layer(store, WORK, kind=Kind.WORKSPACE)

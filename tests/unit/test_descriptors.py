@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +11,7 @@ from pathlib import Path
 import pytest
 
 from dsec_layers.descriptors import Descriptors, OpenFile
-
-
-def descriptors() -> int:
-    """How many this process has open."""
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+from tests.kit.descriptors import open_files, opened_since
 
 
 def test_descriptors_are_kept_bounded_and_closed(tmp_path: Path) -> None:
@@ -31,8 +26,7 @@ def test_descriptors_are_kept_bounded_and_closed(tmp_path: Path) -> None:
 
         return kept.take(name, opener)
 
-    gc.collect()  # what earlier tests left
-    before = descriptors()
+    before = open_files()
     kept = Descriptors[str](8)
 
     def work(number: int) -> None:
@@ -44,19 +38,19 @@ def test_descriptors_are_kept_bounded_and_closed(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(2000)))
-    assert descriptors() - before <= 8
+    assert len(opened_since(before)) <= 8
     file = take("1")
     kept.close()
     assert kept.here("1") is None
     assert os.pread(file.fd, 10, 0) == b"1"
     del file
-    assert descriptors() == before
+    assert opened_since(before) == []
     opened.clear()
     for _ in range(3):
         take("2")
     assert opened == ["2"]
     kept.close()
-    assert descriptors() == before
+    assert opened_since(before) == []
 
 
 def test_the_least_recently_used_goes_first() -> None:

@@ -24,6 +24,7 @@ from dsec_layers.registry.objects import load_layer
 from dsec_layers.store.memory import MemoryStore
 from dsec_layers.store.transfer import put_bytes
 from tests.kit.cache_kit import QUICK, in_threads, open_cache
+from tests.kit.descriptors import open_files, opened_since
 from tests.kit.store_faulty import Fault, FaultyStore
 from tests.kit.store_samples import Sample, content, make_environment, make_layer, zeros_frame
 
@@ -107,7 +108,7 @@ def test_many_threads_and_few_descriptors(tmp_path: Path, made: Made) -> None:
     with open_cache(tmp_path, made.store) as cache:
         files = made.files(cache)
         wanted = made.flat(files)
-        before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+        before = open_files()
 
         def read_all() -> None:
             with FlatImage.of_layer(files, cache, keep=1) as image:
@@ -119,7 +120,7 @@ def test_many_threads_and_few_descriptors(tmp_path: Path, made: Made) -> None:
                 assert in_threads(8, read) == []
 
         read_all()
-        assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+        assert opened_since(before) == []
 
 
 def test_d1_an_error_of_the_store_is_an_error_and_the_next_read_is_right(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import resource
 import socket
 import struct
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +21,7 @@ from dsec_layers.disks.owner import ControlServer, Served, served
 from dsec_layers.disks.state import STATE, Parent, read_state
 from dsec_layers.errors import HostError
 from dsec_layers.fuse.client import control
+from tests.kit.descriptors import open_files, opened_since
 from tests.kit.disks_kit import no_parent
 
 MIB = 1 << 20
@@ -50,23 +52,18 @@ def ask(path: Path, message: dict[str, Any], fds: list[int] | None = None) -> di
         return received[0] if received else {}
 
 
-def descriptors() -> int:
-    """How many this process has open."""
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def settle(expected: int) -> None:
-    """Wait until no more descriptors are open than ``expected``, or fail."""
+def settle(before: Counter[str]) -> None:
+    """Wait until nothing is open that was not ``before``, or fail."""
     deadline = time.monotonic() + 5
-    while descriptors() > expected and time.monotonic() < deadline:
+    while opened_since(before) and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert descriptors() <= expected
+    assert opened_since(before) == []
 
 
 @pytest.mark.parametrize("count", [1, 16, 100])
 @pytest.mark.parametrize("message", [{"op": "status"}, {"op": "nonsense"}])
 def test_b6_descriptors_that_come_along_are_closed(disk: LocalDisk, message: dict[str, Any], count: int) -> None:
-    before = descriptors()
+    before = open_files()
     with open(os.devnull, "rb") as stream:
         for _ in range(5):
             ask(disk.path, message, [stream.fileno()] * count)
@@ -75,7 +72,7 @@ def test_b6_descriptors_that_come_along_are_closed(disk: LocalDisk, message: dic
 
 @pytest.mark.parametrize("rest", [b"", b"\0\0\0", b"\xff\xff\xff\xff", b"\0\0\0\2[]", b"\0\0\0\2no"])
 def test_b6_descriptors_of_broken_messages_are_closed(disk: LocalDisk, rest: bytes) -> None:
-    before = descriptors()
+    before = open_files()
     with open(os.devnull, "rb") as stream:
         for _ in range(5):
             channel = control.connect(disk.path, 10)
@@ -93,9 +90,9 @@ def test_b6_descriptors_in_an_answer_are_closed(tmp_path: Path) -> None:
     with here, there, open(os.devnull, "rb") as stream:
         asking = Served(tmp_path, here)
         control.send(there, {"ok": {"pid": 1}}, [stream.fileno()] * 4)
-        before = descriptors()
+        before = open_files()
         assert asking.status() == {"pid": 1}
-        assert descriptors() == before
+        assert opened_since(before) == []
 
 
 def test_b6_too_many_descriptors_are_no_message() -> None:
@@ -103,10 +100,10 @@ def test_b6_too_many_descriptors_are_no_message() -> None:
     with here, there, open(os.devnull, "rb") as stream:
         socket.send_fds(there, [struct.pack(">I", 2)], [stream.fileno()] * 100)
         there.sendall(b"{}")
-        before = descriptors()
+        before = open_files()
         with pytest.raises(ValueError, match="descriptors"):
             control.receive(here)
-        assert descriptors() == before
+        assert opened_since(before) == []
 
 
 @pytest.mark.parametrize(("uid", "allowed"), [(os.geteuid(), True), (0, True), (12345, False)])

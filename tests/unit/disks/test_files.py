@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from dsec_layers.disks.state import DiskState, Parent, parse_state, read_state
 from dsec_layers.errors import Conflict, DsecError, ImageError, LimitError, NoSpace, NotFound, StoreError, UsageError
 from dsec_layers.overlaybd import Disk, Upper
 from tests.kit.disks_kit import MIB, content, local_disk, noise
+from tests.kit.durability import Durability
 
 DIGEST = "sha256:" + "1" * 64
 
@@ -139,8 +141,82 @@ def test_too_many_generations_is_a_limit(tmp_path: Path, monkeypatch: pytest.Mon
         assert disk.disk.pread(0, 512) == b"y" * 512
 
 
-class Crash(BaseException):
-    """Power went off."""
+def use(path: Path, model: Durability) -> None:
+    """All that happens to a disk: writes, flushes, snapshots, a commit, a snapshot that fails, the death of its process, a torn index."""
+
+    def full(self: Upper) -> None:
+        model.rest("begun snapshot")  # the new generation is named by now
+        raise NoSpace("full")
+
+    with local_disk(path) as disk:
+        for number in range(2):
+            disk.disk.pwrite(number * 8192, noise(number, 8192))
+            disk.disk.flush()
+            model.rest(f"flush {number}")
+            disk.disk.pwrite(number * 4096, noise(number, 4096))
+            disk.snapshot()
+            model.rest(f"snapshot {number}")
+        disk.rebase(None, Parent("file:///s", DIGEST), (1,))
+        model.rest("commit")
+        disk.disk.pwrite(0, noise(5, 512))
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(NoSpace):
+            patch.setattr(Upper, "freeze", full)
+            disk.snapshot()
+        model.rest("failed snapshot")
+        upper = disk.state.upper
+    model.rest("close")
+    with DiskFiles(path) as files:
+        generation = files.open(upper)
+        generation.upper.write(8, noise(6, 4096))
+        generation.close()  # as a killed process leaves it: the journal knows
+        generation = files.open(upper)
+        assert generation.upper.recovery.replayed
+        model.rest("replay")
+        generation.close()
+        os.truncate(path / f"{upper:06}.journal", 0)  # the host died, too
+        index = os.open(path / f"{upper:06}.index", os.O_RDWR)
+        os.ftruncate(index, os.fstat(index).st_size - 1)
+        os.close(index)
+        generation = files.open(upper)
+        assert generation.upper.recovery.reason
+        model.rest("torn")
+        generation.close()
+
+
+SYNCS = 32
+"""Of all that ``use`` does."""
+
+
+def test_what_is_done_to_a_disk_is_durable_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Durability(monkeypatch)
+    create_files(tmp_path / "d", MIB)
+    model.rest("create")
+    created = len(model.syncs)
+    use(tmp_path / "d", model)
+    monkeypatch.undo()
+    assert model.faults == []
+    assert len(model.syncs) - created == SYNCS, "each must be in the test below"
+
+
+@pytest.mark.parametrize("missing", range(SYNCS))
+def test_no_sync_of_a_disk_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
+    create_files(tmp_path / "d", MIB)
+    model = Durability(monkeypatch, lambda number, name: number == missing)
+    use(tmp_path / "d", model)
+    monkeypatch.undo()
+    assert model.faults != [], f"sync {missing}, of {model.syncs[missing]}, is not needed, or not missed"
+
+
+@pytest.mark.parametrize("missing", [r"000001\.data", r"000001\.index", r"\.disk\.json\..*", r"\.d\..*", "parent"])
+def test_nothing_of_a_new_disk_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """All syncs of one thing, as the whole directory is synced once more before it gets its name."""
+    parent = tmp_path / "parent"
+    parent.mkdir()
+    model = Durability(monkeypatch, lambda number, name: re.fullmatch(missing, name) is not None)
+    create_files(parent / "d", MIB)
+    model.rest("create")
+    monkeypatch.undo()
+    assert model.faults != []
 
 
 @pytest.mark.parametrize("step", range(12))

@@ -21,10 +21,7 @@ from dsec_layers.fuse.client.control import Message, receive, send
 from dsec_layers.fuse.client.controlserver import MessageServer, Reply
 from dsec_layers.linux.process import set_descriptor_limit
 from tests.kit.cache_kit import eventually
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+from tests.kit.descriptors import open_files, opened_since
 
 
 def ask(channel: socket.socket, message: Message, fds: tuple[int, ...] = ()) -> tuple[Message, list[int]] | None:
@@ -46,10 +43,10 @@ def test_a3_b6_descriptors_that_a_request_brings_are_closed(disk_control: thread
     assert channel is not None
     with channel, open("/dev/null", "rb") as null:
         assert ask(channel, {"op": "status"}) == ({"ok": {"pid": os.getpid()}}, [])
-        before = descriptors()
+        before = open_files()
         for _ in range(10):
             ask(channel, {"op": "status"}, (null.fileno(),) * 5)
-        assert descriptors() == before
+        assert opened_since(before) == []
 
 
 def test_a3_b6_another_user_is_sent_away(disk_control: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,13 +96,13 @@ def test_answers_errors_descriptors_and_the_end(tmp_path: Path) -> None:
     assert channel is not None
     with channel:
         assert receive(channel) == ({"hello": 1}, [])
-        before = descriptors()
+        before = open_files()
         assert ask(channel, {"op": "value", "value": [1]}) == ({"ok": [1]}, [])
         received = ask(channel, {"op": "file"})
         assert received is not None and received[0] == {"ok": "here"}
         for fd in received[1]:
             os.close(fd)
-        eventually(lambda: descriptors() == before and asked.then == ["file"])
+        eventually(lambda: not opened_since(before) and asked.then == ["file"])
         for operation, kind in (("missing", "NotFound"), ("improper", "UsageError"), ("else", "DsecError"), (None, "DsecError")):
             received = ask(channel, {"op": operation})
             assert received is not None and received[0]["error"]["type"] == kind

@@ -10,6 +10,7 @@ import pytest
 
 from dsec_layers.sandbox.output import Collector
 from dsec_layers.sandbox.stdio import Streams
+from tests.kit.descriptors import open_files, opened_since
 
 
 def test_pipes_go_in_as_they_are_and_files_do_not(tmp_path: Path) -> None:
@@ -71,17 +72,14 @@ def test_a_stream_that_fails_closes_the_sandboxs_pipe(tmp_path: Path) -> None:
 
 
 def test_no_descriptor_is_left(tmp_path: Path) -> None:
-    def count() -> int:
-        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names are all that is wanted
-
-    before = count()
+    before = open_files()
     with open(tmp_path / "file", "w+b") as stream:
         for begin in (False, True):
             streams = Streams(stream.fileno(), stream.fileno(), stream.fileno())
             if begin:
                 streams.started()
             streams.finish()
-    assert count() == before
+    assert opened_since(before) == []
 
 
 def test_a_collector_keeps_the_head_or_the_tail() -> None:

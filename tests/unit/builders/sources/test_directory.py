@@ -20,6 +20,7 @@ from dsec_layers.builders.sources.directory import DirectorySource
 from dsec_layers.builders.sources.scan import Directory
 from dsec_layers.erofs.tree import Inode
 from dsec_layers.errors import InputError, LimitError, UsageError
+from tests.kit.descriptors import open_files, opened_since
 from tests.kit.oracle import MemorySink, Snapshot, diff, snapshot_dir, snapshot_tree
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: device nodes, owners, trusted attributes")
@@ -299,11 +300,11 @@ def test_without_root_what_can_be_read_is_and_what_cannot_is_named() -> None:
 
 
 def test_descriptors_are_given_back(tree: Path) -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = open_files()
     read(tree)
     with pytest.raises(LimitError):
         read(tree, limits=Limits(inodes=5))
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert opened_since(before) == []
 
 
 def test_depth_is_bounded(tmp_path: Path) -> None:

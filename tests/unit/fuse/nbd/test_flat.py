@@ -12,6 +12,7 @@ import pytest
 from dsec_layers.cache.flat import FlatImage
 from dsec_layers.fuse.nbd import Export, Server
 from dsec_layers.segment import Segment
+from tests.kit.descriptors import open_files, opened_since
 from tests.kit.nbd_client import Client
 
 SEGMENTS = 100
@@ -38,19 +39,9 @@ class Cache:
         return os.open(path, os.O_RDONLY)
 
 
-def open_files(folder: Path) -> list[str]:
-    """What of a folder this process has open."""
-    found = []
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            found.append(str(link.readlink()))
-        except FileNotFoundError:
-            pass  # the listing's own descriptor
-    return [name for name in found if name.startswith(str(folder))]
-
-
 @pytest.mark.parametrize("structured", [True, False])
 def test_a_flat_image_is_served(tmp_path: Path, structured: bool) -> None:
+    before = open_files()
     cache = Cache(tmp_path)
     metadata = random.Random(0).randbytes(50_000 // 4096 * 4096)
     pieces = [Segment(number.to_bytes(32, "big"), SIZES[number], "", "", number, SIZES[number]) for number in range(SEGMENTS)]
@@ -75,4 +66,4 @@ def test_a_flat_image_is_served(tmp_path: Path, structured: bool) -> None:
     source.close()
     del source, server
     gc.collect()
-    assert open_files(tmp_path) == []
+    assert opened_since(before, tmp_path) == []

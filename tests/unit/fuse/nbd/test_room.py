@@ -38,6 +38,35 @@ def connect(server: Server) -> Client:
     return client.go()
 
 
+def test_a_stopped_server_has_no_thread_left(address: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of clients that have left already, too, whose threads would hold on to the sources."""
+    run = Server._run
+
+    def slow(server: Server, connection: Connection) -> None:
+        run(server, connection)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(Server, "_run", slow)
+    with Server([Export(BytesSource(DATA))], unix=address) as server:
+        connect(server).socket.close()
+        while server.connections:
+            time.sleep(0.001)
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("nbd-client")] == []
+
+
+def test_workers_that_are_finished_have_no_thread_left() -> None:
+    workers = Workers("finished", threads=2, requests=8, payload=100)
+
+    def job() -> None:
+        workers.settle(1)
+        time.sleep(0.2)
+
+    for _ in range(2):
+        workers.submit(1, job)
+    workers.finish()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("finished")] == []
+
+
 @pytest.mark.parametrize("words", [0, 1, 2])
 def test_b6_silent_clients_make_room(address: Path, words: int) -> None:
     """``words``: how far the clients go in the handshake before they fall silent."""
