@@ -45,6 +45,9 @@ _END: Final = 10.0
 _REMEMBERED: Final = 1.0
 """Seconds, or half of the deadline if that is less, for which a fetch that was given up at its deadline fails again at once while its stores hang."""
 
+_GRACE: Final = 0.02
+"""Seconds that such a failure takes: a store that was just healed may answer what it was asked before."""
+
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
@@ -232,14 +235,12 @@ class Fetcher:
 
     def submit(self, fetch: Fetch) -> None:
         """Start a fetch; returns at once."""
-        now = time.monotonic()
-        fetch.due = now + self.limits.deadline
-        failure = self._failure(fetch, now)
-        if failure is not None:
-            self._timer.call_at(now, lambda: self._settle(fetch, failure))
-            return
-        self._timer.call_at(fetch.due, lambda: self._expire(fetch))
-        self._begin(fetch, 0)
+        fetch.due = time.monotonic() + self.limits.deadline
+        failure = self._failure(fetch)
+        if failure is None:
+            self._start(fetch)
+        else:
+            self._timer.call_at(time.monotonic() + _GRACE, lambda: self._refuse(fetch, failure))
 
     def ask(self, question: Question[_T]) -> _T:
         """The answer to a question, waited for. Raises StoreError at the deadline, and what was the matter."""
@@ -270,6 +271,17 @@ class Fetcher:
         """The counters as they are now."""
         with self._counting:
             return replace(self._counters, peak_bytes=self._slots.peak_bytes)
+
+    def _start(self, fetch: Fetch) -> None:
+        self._timer.call_at(fetch.due, lambda: self._expire(fetch))
+        self._begin(fetch, 0)
+
+    def _refuse(self, fetch: Fetch, failure: DsecError) -> None:
+        """Give up what was given up a moment ago, unless the store has answered something by now."""
+        if self._hang(fetch):
+            self._settle(fetch, failure)
+        else:
+            self._start(fetch)
 
     def _begin(self, fetch: Fetch, number: int) -> None:
         """Ask a source for the first time; the next one when this one has not answered in its share of the deadline, at once if its store hangs anyway."""
@@ -386,7 +398,8 @@ class Fetcher:
             if source.task is not None:
                 self._slots.write_off(source.task)
         if fetch.outcome is None:
-            self._remember(fetch, error)
+            if isinstance(fetch.pieces[0], Segment):
+                self._remember(fetch, error)
             self._settle(fetch, error)
 
     def _remember(self, fetch: Fetch, error: DsecError) -> None:
@@ -398,11 +411,14 @@ class Fetcher:
             self._failed.pop(fetch.pieces[0].name, None)
             self._failed[fetch.pieces[0].name] = (now + min(_REMEMBERED, self.limits.deadline / 2), error)
 
-    def _failure(self, fetch: Fetch, now: float) -> DsecError | None:
+    def _failure(self, fetch: Fetch) -> DsecError | None:
         """The error that ended the same fetch a moment ago, as long as no store that has it has answered anything since."""
         with self._counting:
             until, error = self._failed.get(fetch.pieces[0].name, (0.0, None))
-        return error if now < until and all(self._slots.hangs(piece.store) for piece in fetch.pieces) else None
+        return error if time.monotonic() < until and self._hang(fetch) else None
+
+    def _hang(self, fetch: Fetch) -> bool:
+        return all(self._slots.hangs(piece.store) for piece in fetch.pieces)
 
     def _settle(self, fetch: Fetch, error: DsecError | None) -> bool:
         """Tell the outcome, to each waiter whatever another does; False if there was an outcome already."""
