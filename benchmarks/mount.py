@@ -26,7 +26,7 @@ from typing import Any
 from dsec_layers.builders.pack.layer import pack_layer
 from dsec_layers.builders.sources.detect import detect
 from dsec_layers.cache.directory import CacheDirectory
-from dsec_layers.cache.fetch import Fetcher, FetchLimits
+from dsec_layers.cache.fetch import Fetcher
 from dsec_layers.cache.flat import FlatImage
 from dsec_layers.cache.metadata import LayerFiles, layer_files
 from dsec_layers.cache.segments import SegmentCache
@@ -233,7 +233,7 @@ class Bench:
         """The layer's files, and its flat image as one file if that is not there yet."""
         with CacheDirectory(self.work / "flat-cache") as directory:
             fetcher = Fetcher(lambda _: self.store)
-            files = layer_files(directory, self.store.url, self.digest, lambda _: self.store, FetchLimits())
+            files = layer_files(directory, self.store.url, self.digest, fetcher)
             if not self.flat.exists():
                 with FlatImage.of_layer(files, SegmentCache(directory, fetcher)) as image, open(self.flat, "wb") as stream:
                     stream.writelines(image.pread(offset, min(MIB, image.size - offset)) for offset in range(0, image.size, MIB))
@@ -438,7 +438,7 @@ def _one_way(bench: Bench, flags: tuple[str, ...]) -> tuple[float, float, float,
         fetcher = Fetcher(lambda _: bench.store)
         group = watch([directory.absent])
         served = SegmentCache(directory, fetcher)
-        files = layer_files(directory, bench.store.url, bench.digest, lambda _: bench.store, FetchLimits())
+        files = layer_files(directory, bench.store.url, bench.digest, fetcher)
         hand = Hand.create()
         server = EventServer(group, Hand(hand), served, lambda digest: [files.piece(files.index[digest])])
         server.start()

@@ -146,9 +146,13 @@ class HostError(DsecError):
 
 
 class CorruptError(DsecError):
-    """Bytes that do not match their digest, size or table."""
+    """Bytes that do not match their digest, size or table. ``final``: reading again where they came from cannot help."""
 
     exit_code = 16
+
+    def __init__(self, message: str, *, hint: str | None = None, final: bool = False) -> None:
+        super().__init__(message, hint=hint)
+        self.final = final
 
 
 class StoreError(DsecError):

@@ -5,7 +5,7 @@ Mounts, FUSE, NBD, disks, export, verification and packing all read segments her
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, Self, TypeAlias
 
@@ -111,18 +111,18 @@ class Segment:
         return data
 
 
-def read_segment(store: Store, segment: Segment, buffer: memoryview | None = None) -> Buffer:
+def read_segment(store: Store, segment: Segment, room: Callable[[int], memoryview] | None = None) -> Buffer:
     """The segment's bytes, verified. CorruptError naming blob and segment if they are not what they must be; the store is told to suspect the blob.
 
-    ``buffer``: see ``Segment.decode``. One attempt; the errors of the store pass through.
+    ``room``: gives the buffer of ``Segment.decode`` for a size, once that is known to be proper. One attempt; the errors of the store pass through.
     """
     try:
         segment.check()
     except ImageError as error:
-        raise CorruptError(f"{segment}: {error.message}") from error
+        raise CorruptError(f"{segment}: {error.message}", final=True) from error
     frame = store.read(segment.blob, segment.offset, segment.stored)
     try:
-        return segment.decode(frame, buffer)
+        return segment.decode(frame, None if room is None else room(segment.size))
     except ImageError as error:
         store.suspect(segment.blob)
         raise CorruptError(f"{segment}: {error.message}") from error

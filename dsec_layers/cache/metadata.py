@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
 from dsec_layers.cache.directory import CacheView
-from dsec_layers.cache.fetch import FetchLimits
+from dsec_layers.cache.fetch import Fetcher, Question
 from dsec_layers.digest import Buffer, Digest, sha256_digest
-from dsec_layers.errors import CorruptError, DsecError, ImageCode, ImageError, NotFound, StoreError
+from dsec_layers.errors import ImageCode, ImageError
 from dsec_layers.fsio import map_os_error, publish
 from dsec_layers.layers.disk import DiskImage
 from dsec_layers.layers.frames import MAX_METADATA
@@ -28,13 +27,12 @@ from dsec_layers.layers.tables import SEGMENT, Table, pack_segments, parse_segme
 from dsec_layers.registry.objects import load_metadata
 from dsec_layers.segment import Segment
 from dsec_layers.store.base import Store
-from dsec_layers.store.transfer import read_blob, read_pieces
+from dsec_layers.store.transfer import PIECE, read_blob, read_pieces
 
-__all__ = ["LayerFiles", "Opener", "files_of", "layer_files", "local_layer_files", "manifest"]
+__all__ = ["LayerFiles", "files_of", "layer_files", "local_layer_files", "manifest"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-Opener: TypeAlias = Callable[[str], Store]
 _STAMP: Final = 946_684_800 * 10**9
 _NO_SEGMENTS: Final = np.zeros(0, SEGMENT)
 
@@ -83,13 +81,13 @@ class LayerFiles:
         return [self.piece(number) for number in range(len(self.table))]
 
 
-def layer_files(directory: CacheView, url: str, digest: Digest, opener: Opener, limits: FetchLimits) -> LayerFiles:
-    """A layer's files, fetched and verified first as far as they are not here; retried within the limits' deadline.
+def layer_files(directory: CacheView, url: str, digest: Digest, fetcher: Fetcher) -> LayerFiles:
+    """A layer's files, fetched and verified first as far as they are not here, in the slots and within the deadline of segments.
 
-    The store at ``url`` is opened only if something must be fetched. Raises NotFound, CorruptError, ImageError (right bytes, but not a layer), StoreError,
+    The store at ``url`` is opened only if something must be fetched, in a thread that may hang. Raises NotFound, CorruptError, ImageError (right bytes, but not a layer), StoreError,
     NoSpace.
     """
-    layer = manifest(directory, url, digest, opener, limits)
+    layer = manifest(directory, url, digest, fetcher)
     if not isinstance(layer, Layer):
         raise ImageError(f"{digest} is an environment, not a layer", code=ImageCode.BAD_MAGIC)
     files = _local(directory, url, digest, layer)
@@ -97,9 +95,9 @@ def layer_files(directory: CacheView, url: str, digest: Digest, opener: Opener, 
         return files
     try:
         if layer.compressed:
-            image, table = _fetch_image(directory, url, layer, opener, limits), _NO_SEGMENTS
+            image, table = _fetch_image(directory, url, layer, fetcher), _NO_SEGMENTS
         else:
-            image, table = _fetch_metadata(directory, url, layer, opener, limits)
+            image, table = _fetch_metadata(directory, url, layer, fetcher)
     except OSError as error:
         raise map_os_error(error, f"cache {directory.root}") from error
     return LayerFiles(digest, url, layer, image, table)
@@ -111,11 +109,11 @@ def local_layer_files(directory: CacheView, url: str, digest: Digest) -> LayerFi
     return _local(directory, url, digest, layer) if isinstance(layer, Layer) else None
 
 
-def manifest(directory: CacheView, url: str, digest: Digest, opener: Opener, limits: FetchLimits) -> Layer | Environment:
+def manifest(directory: CacheView, url: str, digest: Digest, fetcher: Fetcher) -> Layer | Environment:
     """The layer or environment that a manifest digest names, kept in the cache. Errors as ``layer_files``."""
     value = _local_manifest(directory, digest)
     if value is None:
-        data = _retried(lambda: read_blob(opener(url), digest, limit=MAX_JSON), url, limits)
+        data = fetcher.ask(Question(url, f"manifest {digest}", lambda store: read_blob(store, digest, limit=MAX_JSON)))
         value = _mountable(parse_object(data), digest)
         try:
             _write(directory.metadata / f"{_hex(digest)}.json", data)
@@ -171,29 +169,34 @@ def _metadata_paths(directory: CacheView, layer: Layer) -> tuple[Path, Path]:
     return directory.metadata / f"{name}.erofs", directory.metadata / f"{name}.{_hex(blobs)[:16]}.table"
 
 
-def _fetch_metadata(directory: CacheView, url: str, layer: Layer, opener: Opener, limits: FetchLimits) -> tuple[Path, Table]:
+def _fetch_metadata(directory: CacheView, url: str, layer: Layer, fetcher: Fetcher) -> tuple[Path, Table]:
     image, path = _metadata_paths(directory, layer)
-    data, table = _retried(lambda: load_metadata(opener(url), layer), url, limits)
+    data, table = fetcher.ask(_question(url, layer, lambda store: load_metadata(store, layer)))
     _write(image, data)
     _write(path, pack_segments(table))
     return image, table
 
 
-def _fetch_image(directory: CacheView, url: str, layer: Layer, opener: Opener, limits: FetchLimits) -> Path:
+def _fetch_image(directory: CacheView, url: str, layer: Layer, fetcher: Fetcher) -> Path:
     item = layer.metadata
     if item.size > MAX_METADATA:
         raise ImageError(f"{item.digest}: an image of {item.size} bytes, the limit is {MAX_METADATA}", code=ImageCode.LIMIT)
     path = directory.images / f"{_hex(item.digest)}.erofs"
 
-    def fetch() -> None:
+    def fetch(store: Store) -> None:
         with publish(path, mode=0o600) as stream:
-            for piece in read_pieces(opener(url), item.digest, item.size):
+            for piece in read_pieces(store, item.digest, item.size):
                 stream.write(piece)
             stream.flush()
             os.utime(stream.fileno(), ns=(_STAMP, _STAMP))
 
-    _retried(fetch, url, limits)
+    fetcher.ask(_question(url, layer, fetch))
     return path
+
+
+def _question(url: str, layer: Layer, read: Callable[[Store], _T]) -> Question[_T]:
+    item = layer.metadata
+    return Question(url, f"metadata {item.digest}", read, min(item.size, PIECE))
 
 
 def _hex(digest: Digest) -> str:
@@ -212,25 +215,3 @@ def _write(path: Path, data: Buffer) -> None:
         stream.write(data)
         stream.flush()
         os.utime(stream.fileno(), ns=(_STAMP, _STAMP))
-
-
-def _retried(function: Callable[[], _T], url: str, limits: FetchLimits) -> _T:
-    """Call until it works: a store that does not answer until the deadline, wrong answers a few times."""
-    due = time.monotonic() + limits.deadline
-    pause, bad = limits.pause, 0
-    while True:
-        try:
-            return function()
-        except NotFound:
-            raise  # a manifest that nobody knows is the caller's mistake far more often than the store's
-        except (StoreError, CorruptError) as error:
-            bad += isinstance(error, CorruptError)
-            if bad >= limits.bad_answers or time.monotonic() + pause >= due:
-                raise _named(error, url) from error
-            _log.warning("%s; again in %.2f s", error.message, pause)
-        time.sleep(pause)
-        pause = min(2 * pause, limits.longest_pause)
-
-
-def _named(error: DsecError, url: str) -> DsecError:
-    return error if url in error.message else type(error)(f"{error.message} (from {url})", hint=error.hint)

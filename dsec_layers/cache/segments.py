@@ -147,7 +147,7 @@ class SegmentCache:
             if fetch is not None and fetch.join(waiter if fd is None else self._checked(pieces, waiter, fd)):
                 return
             new = self._fetches[piece.digest] = Fetch(pieces, _File(self, piece, None if fd is None else os.dup(fd)))
-            new.waiters += [lambda _: self._forget(new), waiter]
+            new.waiters += [lambda _: self._forget(piece.digest, new), waiter]
         self.fetcher.submit(new)
 
     def is_own_write(self, name: str) -> bool:
@@ -168,10 +168,10 @@ class SegmentCache:
 
         return check
 
-    def _forget(self, fetch: Fetch) -> None:
+    def _forget(self, digest: bytes, fetch: Fetch) -> None:
         with self._lock:
-            if self._fetches.get(fetch.pieces[0].digest) is fetch:
-                del self._fetches[fetch.pieces[0].digest]
+            if self._fetches.get(digest) is fetch:
+                del self._fetches[digest]
 
     # ---- finding and storing a segment; in fetcher threads
 

@@ -109,6 +109,12 @@ class StoreSlots:
             self._forget(task.store, lane)
             self._dispatch()
 
+    def hangs(self, store: str) -> bool:
+        """Whether a store has let a thread hang, and answered nothing since."""
+        with self._changed:
+            lane = self._lanes.get(store)
+            return lane is not None and lane.hangs
+
     def close(self) -> None:
         """Start nothing more. What runs is left alone."""
         with self._changed:

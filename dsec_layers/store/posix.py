@@ -333,7 +333,7 @@ class PosixStore:
                 raise self._not_a_blob(digest, path.lstat()) from error
             if error.errno in (errno.EACCES, errno.EPERM):
                 message = f"the file of {digest} in {self.url} cannot be read: {error.strerror}"
-                raise CorruptError(message, hint=f"give this user the right to read {path}") from error
+                raise CorruptError(message, hint=f"give this user the right to read {path}", final=True) from error
             raise
         try:
             self._info(digest, os.fstat(fd))
@@ -350,7 +350,7 @@ class PosixStore:
     def _not_a_blob(self, digest: Digest, found: os.stat_result) -> CorruptError:
         path = self._path(digest)
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "file that changes its kind")
-        return CorruptError(f"{digest} in {self.url} is a {kind}, not a blob", hint=f"remove {path} and store the blob again")
+        return CorruptError(f"{digest} in {self.url} is a {kind}, not a blob", hint=f"remove {path} and store the blob again", final=True)
 
     def _read(self, digest: Digest, offset: int, length: int) -> bytes:
         file = self._file(digest)

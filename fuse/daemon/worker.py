@@ -85,8 +85,7 @@ class _Worker:
         descriptors = set_descriptor_limit(_DESCRIPTORS)
         self._options = options = Options(**spec["options"])
         self._directory = CacheDirectory(Path(spec["cache"]), lock_fd=spec["lock"])
-        stores = Stores()
-        self._fetcher = Fetcher(stores.get, FetchLimits(fetches=options.fetches, deadline=options.deadline))
+        self._fetcher = Fetcher(Stores().get, FetchLimits(fetches=options.fetches, deadline=options.deadline))
         holes = spec["group"] >= 0 and (options.holes or not fails_closed(self._directory))
         remember_holes(self._directory, holes)
         self._stock = Stock(self._directory) if spec["group"] >= 0 and not holes else None
@@ -100,8 +99,8 @@ class _Worker:
         self._dropper = PageDropper(self._directory, options.drop)
         self._cache.published = self._dropper.later
         self._next_drop = time.monotonic() + _DROP_ALL
-        self._layers = LayerMounts(self._directory, self._cache, stores, records, mounters, linger=options.linger)
-        self._manager = Manager(self._directory, self._cache, stores, records, self._layers)
+        self._layers = LayerMounts(self._directory, self._cache, records, mounters, linger=options.linger)
+        self._manager = Manager(self._directory, self._cache, records, self._layers)
         self._events: EventServer | None = None
         if spec["group"] >= 0:
             self._events = EventServer(spec["group"], Hand(spec["hand"]), self._cache, self._layers.find, descriptors=descriptors)

@@ -75,6 +75,7 @@ class _Layer:
     users: int = 0
     mounted: bool = False
     idle_since: float = 0.0
+    failed: tuple[float, DsecError] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -85,7 +86,6 @@ class LayerMounts:
         self,
         directory: CacheDirectory,
         cache: SegmentCache,
-        stores: Stores,
         records: Records,
         mounters: Mapping[str, Mounter],
         *,
@@ -93,7 +93,6 @@ class LayerMounts:
     ) -> None:
         self._directory = directory
         self._cache = cache
-        self._stores = stores
         self._records = records
         self._mounters = mounters
         self._linger = linger
@@ -113,9 +112,16 @@ class LayerMounts:
             if layer is None:
                 layer = self._layers[use.digest, use.driver] = _Layer(use, self._path(use))
             layer.users += 1
+        came = time.monotonic()
         try:
             with layer.lock:
-                self._ensure(layer)
+                if layer.failed and layer.failed[0] > came:
+                    raise layer.failed[1]  # who waited while it failed is not to wait for the same again
+                try:
+                    self._ensure(layer)
+                except DsecError as error:
+                    layer.failed = (time.monotonic(), error)
+                    raise
         except BaseException:
             with self._lock:
                 layer.users -= 1
@@ -241,7 +247,7 @@ class LayerMounts:
         """A layer's files, in use from now on; fetched again if the cache was cleared before that could be said."""
         use = layer.use
         while True:
-            files = layer_files(self._directory, use.store, use.digest, self._stores.get, self._cache.fetcher.limits)
+            files = layer_files(self._directory, use.store, use.digest, self._cache.fetcher)
             with self._taking:
                 if all(path.exists() for path in files_of(self._directory, files)):
                     layer.files = files

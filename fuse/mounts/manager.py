@@ -22,7 +22,7 @@ from dsec_layers.cache.segments import SegmentCache, Usage
 from dsec_layers.digest import Digest, check_digest
 from dsec_layers.errors import Conflict, DsecError, LimitError, NotFound, UsageError
 from dsec_layers.fsio import map_os_error
-from dsec_layers.fuse.mounts.layers import LayerMounts, Stores
+from dsec_layers.fuse.mounts.layers import LayerMounts
 from dsec_layers.fuse.records import Holder, LayerUse, LeaseRecord, MountRecord, Records
 from dsec_layers.layers.descriptor import Kind
 from dsec_layers.layers.manifest import Layer
@@ -43,17 +43,15 @@ _PARALLEL: Final = 4
 class Manager:
     """Thread-safe. Errors are DsecErrors."""
 
-    def __init__(self, directory: CacheDirectory, cache: SegmentCache, stores: Stores, records: Records, layers: LayerMounts) -> None:
+    def __init__(self, directory: CacheDirectory, cache: SegmentCache, records: Records, layers: LayerMounts) -> None:
         self._directory = directory
         self._cache = cache
-        self._stores = stores
         self._records = records
         self._layers = layers
         self._lock = threading.Lock()
         self._leases: dict[str, LeaseRecord] = {}
         self._mounts: dict[str, MountRecord] = {}
         self._busy: set[str] = set()
-        self._pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="metadata")
 
     def recover(self, *, poisoned: bool = False) -> None:
         """Take over what an earlier worker left: leases of those who live, mounts that stand. Everything else is undone.
@@ -129,20 +127,27 @@ class Manager:
             self._layers.sweep()
 
     def _use_all(self, uses: Sequence[LayerUse], taken: list[LayerUse]) -> list[Path]:
-        """Use layers, the metadata of several being fetched at once; ``taken`` gets those that were taken, even when one fails."""
-        futures = [self._pool.submit(self._layers.use, use) for use in uses]
-        failure: BaseException | None = None
-        paths = []
-        for use, future in zip(uses, futures, strict=True):
-            error = future.exception()
-            if error is None:
-                taken.append(use)
-                paths.append(future.result())
-            else:
-                failure = failure or error
-        if failure is not None:
-            raise failure
-        return paths
+        """Use layers, the metadata of several being fetched at once; ``taken`` gets those that were taken, even when one fails: then no more are begun."""
+        failures: list[BaseException] = []
+
+        def use(each: LayerUse) -> Path | None:
+            if failures:
+                return None
+            try:
+                path = self._layers.use(each)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                failures.append(error)
+                return None
+            taken.append(each)
+            return path
+
+        with ThreadPoolExecutor(
+            _PARALLEL, thread_name_prefix="metadata"
+        ) as pool:  # its own: one that waits for a store keeps no other from another
+            paths = list(pool.map(use, uses))
+        if failures:
+            raise failures[0]
+        return [path for path in paths if path is not None]
 
     # ---- mounts
 
@@ -161,7 +166,7 @@ class Manager:
                 return self._mount(store, digest, place, label, driver)
 
     def _mount(self, store: str, digest: Digest, place: MountTarget, label: str, driver: str) -> MountRecord:
-        value = manifest(self._directory, store, check_digest(digest), self._stores.get, self._cache.fetcher.limits)
+        value = manifest(self._directory, store, check_digest(digest), self._cache.fetcher)
         members = [digest] if isinstance(value, Layer) else [item.digest for _, item in value.layers]
         if len(members) > MAX_LOWERS:
             raise LimitError(f"{len(members)} layers, the kernel's overlayfs stacks at most {MAX_LOWERS}")

@@ -179,13 +179,12 @@ class DryDriver:
 class Stage:
     """One layer in a store, and the mount daemon's manager without the daemon."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, opener: Callable[[str], Store] | None = None, limits: FetchLimits = QUICK) -> None:
         store = PosixStore(place / "store")
         self.sample = make_layer(store, {"a": content(1, 100_000)})
         self.use = LayerUse(self.sample.digest, store.url, "test")
         self.directory = CacheDirectory(place / "cache")
-        self._stores = Stores()
-        self.fetcher = Fetcher(self._stores.get, QUICK)
+        self.fetcher = Fetcher(opener or Stores().get, limits)
         self.cache = SegmentCache(self.directory, self.fetcher)
         self.driver = DryDriver(self.cache)
         self.manager = self.again()
@@ -193,8 +192,8 @@ class Stage:
     def again(self) -> Manager:
         """The manager of a worker that is started anew; ``layers`` are its."""
         records = Records(self.directory.state, self.directory.boot)
-        self.layers = LayerMounts(self.directory, self.cache, self._stores, records, {"test": self.driver}, linger=600)
-        return Manager(self.directory, self.cache, self._stores, records, self.layers)
+        self.layers = LayerMounts(self.directory, self.cache, records, {"test": self.driver}, linger=600)
+        return Manager(self.directory, self.cache, records, self.layers)
 
     def close(self) -> None:
         self.fetcher.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dsec_layers.cache.directory import CacheDirectory
+from dsec_layers.cache.fetch import Fetcher
 from dsec_layers.cache.metadata import LayerFiles, layer_files
 from dsec_layers.fuse.server.mount import FlatMounter
 from dsec_layers.layers.descriptor import Kind
@@ -125,7 +126,7 @@ def test_through_a_loop_device_as_on_older_kernels(place: Path, store: PosixStor
 
 def layer_files_of(place: Path, store: PosixStore, digest: str) -> LayerFiles:
     with CacheDirectory(place / "other") as directory:
-        return layer_files(directory, store.url, digest, lambda _: store, QUICK)
+        return layer_files(directory, store.url, digest, Fetcher(lambda _: store, QUICK))
 
 
 @pytest.mark.logs("is not a store", "the worker died", r"taking over \d+ events")

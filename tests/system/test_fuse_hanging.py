@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from dsec_layers.errors import NotFound
+from dsec_layers.errors import NotFound, StoreError
+from dsec_layers.fuse.client.host import Host
 from dsec_layers.linux.mount import umount
 from dsec_layers.store.posix import PosixStore
 from tests.kit.cache_kit import daemon, eventually, needs_fanotify, unmount_below
@@ -42,6 +43,10 @@ class StoppableStore:
         eventually(lambda: self._mounted.is_mount() and (self._mounted / "dsec-store.json").exists())
 
     def stop(self) -> None:
+        for path in (self._mounted / "blobs").rglob("*"):
+            if path.is_file():  # else what the kernel has read ahead is answered all the same
+                with path.open("rb") as stream:
+                    os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self._server.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -104,19 +109,42 @@ def test_b2_a_store_that_hangs_keeps_nobody_from_another(place: Path, hanging: S
             assert {path.name: path.read_bytes() for path in second.iterdir()} == HEALTHY
             assert time.monotonic() - began < 2
             assert not readers.outcomes
-            if driver == "fanotify":
-                eventually(lambda: len(readers.outcomes) > 0, 30)
-                assert set(readers.outcomes) == {errno.EIO}, "at the deadline"
-            else:
-                time.sleep(2 * DEADLINE)  # the kernel asks again for each page, so that it takes its readers many deadlines
+            eventually(lambda: len(readers.outcomes) == READERS, DEADLINE)  # though the kernel asks again, even page by page
+            assert set(readers.outcomes) == {errno.EIO}, "at the deadline"
             hanging.go_on()
             assert (first / names[READERS]).read_bytes() == HANGING[names[READERS]], "the first read after it is healed"
-            eventually(lambda: len(readers.outcomes) == READERS, 30)
-            assert set(readers.outcomes) <= {0, errno.EIO}
-            if driver == "fanotify":
+            if driver == "fanotify":  # by FUSE the kernel has read some segments ahead
                 hanging.stop()
                 readers = Readers(first, names[-2:])
-                eventually(lambda: readers.outcomes == [errno.EIO] * 2, 30)
+                eventually(lambda: readers.outcomes == [errno.EIO] * 2, 2 * DEADLINE)
         began = time.monotonic()
         host.stop()
         assert time.monotonic() - began < 10, "the threads that hang keep nobody from stopping"
+
+
+def test_a_mount_from_a_store_that_hangs_fails_at_the_deadline(place: Path, hanging: StoppableStore) -> None:
+    """Nothing of the store is known yet: even to open it hangs."""
+    healthy = PosixStore(place / "b")
+    sample = make_layer(healthy, HEALTHY, per_segment=1)
+    with daemon(place / "cache", ["--deadline", str(DEADLINE), "--linger", "0"]) as host:
+        hanging.stop()
+        failed: list[float] = []
+
+        def attach() -> None:
+            began = time.monotonic()
+            with Host(place / "cache") as other, pytest.raises(StoreError, match=f"{hanging.url}.*not here after {DEADLINE} s"):
+                other.attach(hanging.url, [hanging.sample.digest])
+            failed.append(time.monotonic() - began)
+
+        threads = [threading.Thread(target=attach, daemon=True) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        began = time.monotonic()
+        with host.attach(healthy, [sample.digest]) as lease:
+            assert {path.name: path.read_bytes() for path in lease.paths[0].iterdir()} == HEALTHY
+            assert time.monotonic() - began < 1.5
+        eventually(lambda: len(failed) == len(threads), 2 * DEADLINE)
+        assert all(DEADLINE - 0.1 < seconds < DEADLINE + 1 for seconds in failed)
+        hanging.go_on()
+        host.attach(hanging.url, [hanging.sample.digest]).release()
+        host.stop()

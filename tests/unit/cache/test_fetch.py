@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ from dsec_layers.cache.fetch import Fetch, Fetcher, FetchLimits, State
 from dsec_layers.cache.segments import errno_of
 from dsec_layers.cache.slots import StoreSlots
 from dsec_layers.digest import Buffer, content_digest
-from dsec_layers.errors import CorruptError, DsecError, NoSpace, NotFound, StoreError
+from dsec_layers.errors import CorruptError, DsecError, NoSpace, NotFound, StoreError, UsageError
 from dsec_layers.layers.frames import compress
 from dsec_layers.segment import Segment, read_segment
 from dsec_layers.store.base import Store
 from dsec_layers.store.memory import MemoryStore
+from dsec_layers.store.posix import PosixStore
 from tests.kit.cache_kit import QUICK, eventually, in_threads, open_cache, put_piece
 from tests.kit.store_faulty import Fault, FaultyStore
 from tests.kit.store_samples import content
@@ -447,3 +449,72 @@ def test_nobody_joins_a_fetch_whose_outcome_is_known() -> None:
     outcome = run(MemoryStore(), put_piece(MemoryStore(), content(250, MIB)), limits=FetchLimits(bad_answers=1))
     assert outcome.fetch.state is State.GIVEN_UP
     assert not outcome.fetch.join(lambda _: None)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")], ids=["fifo", "directory", "link"])
+def test_what_is_no_blob_is_asked_for_once_and_another_source_is_used(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    stores = {store.url: store for store in (PosixStore(tmp_path / "a"), PosixStore(tmp_path / "b"))}
+    bad, good = stores.values()
+    data = content(260, MIB)
+    pieces = [put_piece(store, data) for store in (bad, good)]
+    path = bad.local_path(pieces[0].blob)
+    path.unlink()
+    make(path)
+    counted = FaultyStore(bad)
+    counted.add(Fault("read", change=lambda raw: raw))
+    fetcher = Fetcher(lambda url: counted if url == bad.url else good, FetchLimits(pause=5))
+    alone, both = Outcome(pieces[0]), Outcome(*pieces)
+    for outcome in (alone, both):
+        fetcher.submit(outcome.fetch)
+    assert alone.done.wait(1) and isinstance(alone.error(), CorruptError) and "not a blob" in alone.error().message
+    assert both.done.wait(1) and both.data == data
+    fetcher.close()
+    assert counted.hits == 2, "each asked once"
+
+
+def test_an_error_that_no_second_question_can_heal_is_told_at_once() -> None:
+    def opener(url: str) -> Store:
+        raise UsageError(f"not a store: {url}")
+
+    fetcher = Fetcher(opener, FetchLimits(pause=5))
+    outcome = Outcome(put_piece(MemoryStore(), content(261, MIB)))
+    fetcher.submit(outcome.fetch)
+    assert outcome.done.wait(1) and isinstance(outcome.error(), UsageError)
+    fetcher.close()
+
+
+def test_the_next_source_is_asked_when_the_first_took_its_share_of_the_deadline(two: Two) -> None:
+    data = content(262, MIB)
+    fetcher = Fetcher(two.opener, FetchLimits(deadline=4))
+    began = time.monotonic()
+    outcome, other = (Outcome(put_piece(two.first, each), put_piece(two.second, each)) for each in (data, content(263, MIB)))
+    fetcher.submit(outcome.fetch)
+    assert outcome.done.wait(3) and outcome.outcomes == [None] and outcome.data == data
+    assert 1.9 < time.monotonic() - began < 3
+    eventually(lambda: fetcher._slots.hangs("mem://a"), 5)
+    fetcher.submit(other.fetch)
+    assert other.done.wait(1) and other.outcomes == [None], "a store that is known to hang is not waited for"
+    two.free.set()
+    assert outcome.ended.wait(5) and outcome.ends == 1
+    fetcher.close()
+
+
+def test_who_asks_again_at_once_for_what_was_given_up_is_told_at_once(two: Two) -> None:
+    piece = put_piece(two.first, content(264, MIB))
+    fetcher = Fetcher(two.opener, FetchLimits(deadline=1.0))
+    first, again, later, healed = (Outcome(piece) for _ in range(4))
+    fetcher.submit(first.fetch)
+    assert "not here after 1 s" in first.error().message
+    fetcher.submit(again.fetch)
+    assert again.done.wait(0.3) and again.error() is first.error()
+    time.sleep(0.5)
+    fetcher.submit(later.fetch)
+    assert not later.done.wait(0.3), "remembered for half of the deadline"
+    assert "not here" in later.error().message
+    two.heal()
+    two.free.set()
+    assert first.ended.wait(5)
+    eventually(lambda: not fetcher._slots.hangs("mem://a"))
+    fetcher.submit(healed.fetch)
+    assert healed.done.wait(0.3) and healed.outcomes == [None], "the store has answered since"
+    fetcher.close()

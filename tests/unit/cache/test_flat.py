@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsec_layers.cache.fetch import FetchLimits
 from dsec_layers.cache.flat import FlatImage
 from dsec_layers.cache.metadata import LayerFiles, layer_files, local_layer_files
 from dsec_layers.cache.segments import SegmentCache
@@ -22,8 +24,8 @@ from dsec_layers.layers.frames import decompress, skippable
 from dsec_layers.layers.manifest import Layer
 from dsec_layers.registry.objects import load_layer
 from dsec_layers.store.memory import MemoryStore
-from dsec_layers.store.transfer import put_bytes
-from tests.kit.cache_kit import QUICK, in_threads, open_cache
+from dsec_layers.store.transfer import PIECE, put_bytes
+from tests.kit.cache_kit import in_threads, open_cache
 from tests.kit.descriptors import open_files, opened_since
 from tests.kit.store_faulty import Fault, FaultyStore
 from tests.kit.store_samples import Sample, content, make_environment, make_layer, zeros_frame
@@ -39,7 +41,7 @@ class Made:
         self.sample: Sample = make_layer(self.store, FILES, per_segment=2)
 
     def files(self, cache: SegmentCache) -> LayerFiles:
-        return layer_files(cache.directory, "mem://made", self.sample.digest, lambda _: self.store, QUICK)
+        return layer_files(cache.directory, "mem://made", self.sample.digest, cache.fetcher)
 
     def flat(self, files: LayerFiles) -> bytes:
         parts = [files.image.read_bytes()]
@@ -172,7 +174,7 @@ def test_b1_a_layer_that_is_a_bomb_takes_no_memory_and_leaves_nothing(tmp_path: 
             tracemalloc.start()
             try:
                 with pytest.raises(ImageError, match="limit"):
-                    layer_files(cache.directory, "mem://made", digest, lambda _: made.store, QUICK)
+                    layer_files(cache.directory, "mem://made", digest, cache.fetcher)
                 assert tracemalloc.get_traced_memory()[1] < 16 << 20
             finally:
                 tracemalloc.stop()
@@ -185,8 +187,23 @@ def test_what_is_no_layer_is_refused(tmp_path: Path) -> None:
     environment = make_environment(made.store, [made.sample])
     with open_cache(tmp_path, made.store) as cache:
         with pytest.raises(ImageError, match="environment"):
-            layer_files(cache.directory, "mem://made", environment, lambda _: made.store, QUICK)
+            layer_files(cache.directory, "mem://made", environment, cache.fetcher)
         with pytest.raises(ImageError):
-            layer_files(cache.directory, "mem://made", made.sample.own.digest, lambda _: made.store, QUICK)
+            layer_files(cache.directory, "mem://made", made.sample.own.digest, cache.fetcher)
         with pytest.raises(NotFound):
-            layer_files(cache.directory, "mem://made", "sha256:" + "0" * 64, lambda _: made.store, QUICK)
+            layer_files(cache.directory, "mem://made", "sha256:" + "0" * 64, cache.fetcher)
+
+
+def test_an_image_that_takes_longer_than_the_deadline_arrives_as_long_as_it_comes(tmp_path: Path) -> None:
+    made = Made()
+    image = content(300, 5 * PIECE)
+    info = put_bytes(made.store, image)
+    layer = replace(
+        load_layer(made.store, made.sample.digest), metadata=Descriptor(d.EROFS, info.digest, info.size), segments=(), chunks=None
+    )
+    digest = put_bytes(made.store, layer.to_json()).digest
+    made.store.add(Fault("read", delay=0.3, when=lambda digest: digest == info.digest))
+    with open_cache(tmp_path, made.store, FetchLimits(deadline=0.8, pause=0.01)) as cache:
+        began = time.monotonic()
+        files = layer_files(cache.directory, "mem://made", digest, cache.fetcher)
+        assert files.image.read_bytes() == image and time.monotonic() - began > 1.4

@@ -149,11 +149,9 @@ def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LayerMounts:
     (tmp_path / "layers").mkdir()
     known = [(digest_of(number), "store") for number in range(200)]
     records = SimpleNamespace(remember=lambda digest, store: None, known=lambda: iter(known))
-    cache = SimpleNamespace(fetcher=SimpleNamespace(limits=None))
+    cache = SimpleNamespace(fetcher=None)
     drivers = {"fanotify": Mounter(), "fuse": Mounter()}
-    return LayerMounts(
-        cast(Any, SimpleNamespace(layers=tmp_path / "layers")), cast(Any, cache), layers.Stores(), cast(Any, records), drivers, linger=0
-    )
+    return LayerMounts(cast(Any, SimpleNamespace(layers=tmp_path / "layers")), cast(Any, cache), cast(Any, records), drivers, linger=0)
 
 
 def remembered(mounts: LayerMounts) -> int:

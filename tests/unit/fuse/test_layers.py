@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from dsec_layers.cache.fetch import FetchLimits
 from dsec_layers.cache.metadata import LayerFiles, layer_files
 from dsec_layers.cache.segments import Usage
-from dsec_layers.errors import Conflict
+from dsec_layers.errors import Conflict, DsecError, StoreError
 from dsec_layers.fuse.mounts import layers as module
 from dsec_layers.fuse.mounts import manager
+from dsec_layers.fuse.records import Holder
 from dsec_layers.linux.mountinfo import MountPoint
-from tests.kit.cache_kit import Stage
+from dsec_layers.store.base import Store
+from dsec_layers.store.memory import MemoryStore
+from tests.kit.cache_kit import Stage, eventually
+from tests.kit.store_faulty import Fault, FaultyStore
+from tests.kit.store_samples import content, make_layer
 
 
 def test_b5_the_cache_is_cleared_when_a_layer_was_fetched_but_not_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,4 +94,48 @@ def test_a_mount_through_a_loop_device_is_known_as_ours(tmp_path: Path, monkeypa
         monkeypatch.setattr(manager, "read_mounts", lambda mount=mount: [mount])
         monkeypatch.setattr(manager, "is_mount_point", lambda _, mount=mount: mount)
         assert stage.manager.mounts() == expected
+    stage.close()
+
+
+@pytest.mark.parametrize("where", ["opening", "reading"])
+def test_a_store_that_hangs_fails_a_mount_at_the_deadline_and_keeps_no_other_store_waiting(tmp_path: Path, where: str) -> None:
+    free = threading.Event()
+    healthy, inner = MemoryStore("mem://healthy"), MemoryStore("mem://hangs")
+    bad = FaultyStore(inner)
+
+    def opener(url: str) -> Store:
+        if url == "mem://healthy":
+            return healthy
+        if where == "opening":
+            free.wait()
+        return bad
+
+    stage = Stage(tmp_path, opener, FetchLimits(fetches=16, deadline=1.0))
+    there = make_layer(healthy, {"a": content(1, 10_000)})
+    layers = [make_layer(inner, {"a": content(2 + number, 10_000)}).digest for number in range(10)]
+    if where == "reading":
+        bad.add(Fault("stat", until=free))
+    holder = Holder(pid=os.getpid())
+    errors: list[DsecError] = []
+
+    def attach(number: int) -> None:
+        with pytest.raises(StoreError, match=r"mem://hangs.*not here after 1 s") as raised:
+            stage.manager.attach(f"a{number}", "mem://hangs", layers, holder, "test")
+        errors.append(raised.value)
+
+    began = time.monotonic()
+    threads = [threading.Thread(target=attach, args=(number,), daemon=True) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    assert stage.manager.attach("b", "mem://healthy", [there.digest], holder, "test")
+    assert time.monotonic() - began < 0.8 and not errors
+    for thread in threads:
+        thread.join(5)
+    assert len(errors) == 3
+    assert time.monotonic() - began < 2.0, "one deadline, whoever waits for whom"
+    free.set()
+    bad.clear()
+    eventually(lambda: not stage.fetcher._slots.hangs("mem://hangs"))
+    assert len(stage.manager.attach("c", "mem://hangs", layers, holder, "test")) == 10, "the first after it is healed"
     stage.close()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from dsec_layers import errors
 from dsec_layers.cache.segments import SegmentCache
-from dsec_layers.errors import DsecError, HostError, NotFound
+from dsec_layers.errors import DsecError, HostError, ImageCode, ImageError, NotFound
 from dsec_layers.fuse.client import control
 from dsec_layers.fuse.client.control import error_from, error_message, receive, send
 from dsec_layers.fuse.client.host import Host, HostPool
@@ -140,8 +140,12 @@ def test_messages_never_crash(data: bytes) -> None:
 def test_errors_travel() -> None:
     for name in errors.__all__:
         kind = getattr(errors, name)
+        if not issubclass(kind, DsecError):
+            continue
         found = error_from(error_message(kind("what", hint="how"))["error"])
         assert type(found) is kind and (found.message, found.hint) == ("what", "how")
+    travelled = error_from(error_message(ImageError("what", code=ImageCode.TRUNCATED))["error"])
+    assert isinstance(travelled, ImageError) and travelled.code is ImageCode.TRUNCATED
     for hostile in ({"type": "annotations"}, {"type": "DsecError.__init__"}, {"type": 7}, {}):
         assert type(error_from(hostile)) is DsecError
 
