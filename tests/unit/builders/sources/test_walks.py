@@ -10,15 +10,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
+from unittest.mock import Mock
 
 import pytest
 
 from dsec_layers.builders.sources import header, oci
 from dsec_layers.builders.sources.detect import detect
 from dsec_layers.builders.sources.header import is_header
-from dsec_layers.errors import LimitError
+from dsec_layers.errors import CorruptError, LimitError
+from dsec_layers.progress import SILENT
 from tests.kit.oracle import MemorySink
-from tests.kit.tars import file, make_tar
+from tests.kit.tars import file, make_tar, node
 
 FILES = make_tar(*(file(f"f{number}") for number in range(50)))
 LAYER = make_tar(*(file(f"f{number}") for number in range(20)))
@@ -94,3 +96,17 @@ def test_more_names_like_an_image_s_than_any_image_has_are_files(tmp_path: Path,
     ingest(path, "tar")
     with pytest.raises(LimitError, match="no image is like that"):
         detect(path, kind="docker")
+
+
+def test_a_layer_is_verified_whole_once_and_its_stored_bytes_each_time(tmp_path: Path) -> None:
+    """Packing again, when a segment of another layer is gone, ingests an image again."""
+    path = tmp_path / "image.tar"
+    path.write_bytes(docker_archive(make_tar(node("null", b"3")), make_tar(file("data", b"good content"))))
+    progress = Mock(wraps=SILENT)
+    source = detect(path)
+    trees = [[name for name, _ in source.ingest(MemorySink(), progress).walk()] for _ in range(2)]
+    assert trees[0] == trees[1] == [b"", b"data", b"null"]
+    assert progress.warning.call_count == 1  # of the device 0/0
+    path.write_bytes(path.read_bytes().replace(b"good", b"evil"))
+    with pytest.raises(CorruptError, match="layer 2 of 2 does not match its digest"):
+        source.ingest(MemorySink())
