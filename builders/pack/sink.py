@@ -118,7 +118,9 @@ class PackSink:
 
     def whole(self, inode: Inode, data: Buffer) -> None:
         """A file whose whole content is at hand."""
-        size = inode.size = len(data)
+        size = len(data)
+        if inode.size != size:  # else a source's number stays, which inodes of one size share
+            inode.size = size
         self.sums.files += 1
         if size > CHUNK:
             self._add(inode, size, CHUNK_BITS, cut((data,), size, CHUNK))

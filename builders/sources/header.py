@@ -32,6 +32,7 @@ __all__ = [
     "is_header",
     "length",
     "long_prefix",
+    "mode_field",
     "mtime",
     "number",
     "parse_records",
@@ -71,6 +72,12 @@ def number(field: bytes) -> int:
         return int(digits, 8)
     except ValueError:
         raise InputError(f"malformed number {field!r} in a tar header") from None
+
+
+@lru_cache(maxsize=1 << 14)
+def mode_field(form: int, field: bytes) -> int:
+    """The mode of an inode of the type ``form``: one object for all that are alike, which a million inodes then share."""
+    return form | number(field) & 0o7777
 
 
 @lru_cache(maxsize=1 << 14)

@@ -233,11 +233,11 @@ class TarReader:
         if kind == b"0":
             if name[-1:] == b"/":
                 return None
-            inode = Inode(_REGULAR | h.number(mode) & 0o7777, h.id_field(uid), h.id_field(gid), h.time_field(mtime))
+            inode = Inode(h.mode_field(_REGULAR, mode), h.id_field(uid), h.id_field(gid), h.time_field(mtime))
             self._stored = inode.size = stored = h.size_field(size)
             self._left = stored + (-stored & 511)
         elif kind == b"5":
-            inode = Inode(_DIRECTORY | h.number(mode) & 0o7777, h.id_field(uid), h.id_field(gid), h.time_field(mtime))
+            inode = Inode(h.mode_field(_DIRECTORY, mode), h.id_field(uid), h.id_field(gid), h.time_field(mtime))
             name = name.rstrip(b"/") or b"."
         else:
             return None
@@ -308,7 +308,7 @@ class TarReader:
     def _inode(self, kind: bytes, fields: _Fields, records: dict[bytes, bytes]) -> Inode:
         uid = h.identity(h.decimal(records[b"uid"])) if records.get(b"uid") else h.id_field(fields[2])
         gid = h.identity(h.decimal(records[b"gid"])) if records.get(b"gid") else h.id_field(fields[3])
-        inode = Inode(_FORMS[kind] | h.number(fields[1]) & 0o7777, uid, gid)
+        inode = Inode(h.mode_field(_FORMS[kind], fields[1]), uid, gid)
         inode.mtime, inode.mtime_ns = h.mtime(records[b"mtime"]) if records.get(b"mtime") else (h.time_field(fields[5]), 0)
         if records and b"." in b" ".join(records):
             inode.xattrs = self._xattrs(records)
