@@ -112,7 +112,8 @@ def _exactly(channel: socket.socket, length: int) -> bytes:
 
 def error_message(error: DsecError) -> Message:
     """The message that carries ``error``."""
-    return {"error": {"type": type(error).__name__, "message": error.message, "hint": error.hint}}
+    value = {"type": type(error).__name__, "message": error.message, "hint": error.hint}
+    return {"error": value | ({"code": error.code} if isinstance(error, errors.ImageError) else {})}
 
 
 def error_from(value: Message) -> DsecError:
@@ -121,4 +122,7 @@ def error_from(value: Message) -> DsecError:
     if not (isinstance(kind, type) and issubclass(kind, DsecError)):
         kind = DsecError
     hint = value.get("hint")
-    return kind(str(value.get("message")), hint=str(hint) if hint else None)
+    found = kind(str(value.get("message")), hint=str(hint) if hint else None)
+    if isinstance(found, errors.ImageError) and value.get("code") in tuple(errors.ImageCode):
+        found.code = errors.ImageCode(value["code"])
+    return found
