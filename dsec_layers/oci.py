@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from msgspec import Struct
+
 from dsec_layers.digest import Digest, is_digest
+from dsec_layers.documents import MAX_NUMBER, Natural, convert
 from dsec_layers.errors import ImageCode, ImageError
 
 __all__ = [
@@ -20,6 +23,7 @@ __all__ = [
     "MAX_SIZE",
     "REF_NAME",
     "Descriptor",
+    "DescriptorJson",
     "canonical_json",
     "descriptor_json",
     "parse_descriptor",
@@ -33,7 +37,7 @@ IMAGE_CONFIG: Final = "application/vnd.oci.image.config.v1+json"
 REF_NAME: Final = "org.opencontainers.image.ref.name"
 """Annotation in an index: what an image is called."""
 
-MAX_SIZE: Final = (1 << 63) - 1
+MAX_SIZE: Final = MAX_NUMBER
 """Bytes that a descriptor may claim: a signed 64-bit number, as in the specification."""
 
 
@@ -47,25 +51,29 @@ class Descriptor:
     annotations: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
+class DescriptorJson(Struct, rename="camel"):
+    """A descriptor as documents have it; ``value`` gives the Descriptor."""
+
+    digest: str
+    size: Natural
+    media_type: str = ""
+    annotations: dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        if not is_digest(self.digest):
+            raise ValueError(f"the digest {self.digest[:100]!r}; only SHA-256 is supported")
+
+    def value(self) -> Descriptor:
+        """What it describes."""
+        return Descriptor(self.media_type, self.digest, self.size, self.annotations or {})
+
+
 def parse_descriptor(value: Any, what: str, *, typed: bool = True) -> Descriptor:
     """The value of a descriptor in a document that messages call ``what``. ``typed``: it must have a media type. Raises ImageError."""
-    if not isinstance(value, Mapping):
-        raise ImageError(f"{what} has a malformed descriptor: it is no object", code=ImageCode.BAD_ENCODING)
-    media_type, digest, size = value.get("mediaType"), value.get("digest"), value.get("size")
-    if media_type is None and not typed:
-        media_type = ""
-    if not isinstance(media_type, str):
+    found = convert(value, DescriptorJson, f"{what} has a malformed descriptor").value()
+    if typed and not found.media_type:
         raise ImageError(f"{what} has a malformed descriptor: no media type", code=ImageCode.BAD_ENCODING)
-    if not isinstance(digest, str):
-        raise ImageError(f"{what} has a malformed descriptor: no digest", code=ImageCode.BAD_ENCODING)
-    if not is_digest(digest):
-        raise ImageError(f"{what} has the digest {digest[:100]!r}; only SHA-256 is supported", code=ImageCode.UNKNOWN_FEATURE)
-    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= MAX_SIZE:
-        raise ImageError(f"{what} has a malformed descriptor: its size is no number of bytes", code=ImageCode.BAD_ENCODING)
-    annotations = value.get("annotations") or {}
-    if not isinstance(annotations, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in annotations.items()):
-        raise ImageError(f"{what} has a malformed descriptor: its annotations are not strings", code=ImageCode.BAD_ENCODING)
-    return Descriptor(media_type, digest, size, annotations)
+    return found
 
 
 def parse_list(value: Any, what: str, limit: int) -> list[Any]:

@@ -11,15 +11,19 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from dsec_layers.digest import Digest
+from dsec_layers.documents import DigestText, decode
+from dsec_layers.errors import ImageError
 from dsec_layers.linux.process import is_alive
 
 __all__ = ["Holder", "LayerUse", "LeaseRecord", "MountRecord", "Records", "source_of"]
 
 _log = logging.getLogger(__name__)
 _FOLDERS: Final = ("leases", "mounts", "known")
+_MAX_BYTES: Final = 16 << 20
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class Holder:
 class LayerUse:
     """A layer by the digest of its manifest, the store it comes from, and the driver that serves it."""
 
-    digest: Digest
+    digest: DigestText
     store: str
     driver: str
 
@@ -52,11 +56,6 @@ class LeaseRecord:
     holder: Holder
     layers: tuple[LayerUse, ...]
 
-    @staticmethod
-    def parse(value: dict[str, Any]) -> LeaseRecord:
-        """The record of its JSON form. Raises KeyError, TypeError or ValueError for junk."""
-        return LeaseRecord(value["identifier"], Holder(**value["holder"]), tuple(LayerUse(**item) for item in value["layers"]))
-
 
 @dataclass(frozen=True, slots=True)
 class MountRecord:
@@ -66,16 +65,21 @@ class MountRecord:
 
     identifier: str
     target: str
-    digest: Digest
+    digest: DigestText
     store: str
     label: str
     driver: str
     lease: str
-    layers: list[Digest] = field(default_factory=list)
+    layers: list[DigestText] = field(default_factory=list)
     since: float = 0.0
     done: bool = False
     answered: bool = False
     poisoned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    store: str
 
 
 class Records:
@@ -98,25 +102,15 @@ class Records:
 
     def leases(self) -> Iterator[LeaseRecord]:
         """All leases."""
-        for path, value in self._load("leases"):
-            try:
-                yield LeaseRecord.parse(value)
-            except (KeyError, TypeError, ValueError):
-                self._junk(path)
+        return (record for _, record in self._load("leases", LeaseRecord))
 
     def mounts(self) -> Iterator[MountRecord]:
         """All mounts, finished or not."""
-        for path, value in self._load("mounts"):
-            try:
-                yield MountRecord(**value)
-            except TypeError:
-                self._junk(path)
+        return (record for _, record in self._load("mounts", MountRecord))
 
     def known(self) -> Iterator[tuple[Digest, str]]:
         """(layer, store URL) of every layer that was ever mounted from this cache, until it is cleared."""
-        for path, value in self._load("known"):
-            if isinstance(value.get("store"), str):
-                yield f"sha256:{path.stem}", value["store"]
+        return ((f"sha256:{path.stem}", known.store) for path, known in self._load("known", _Known))
 
     def save(self, record: LeaseRecord | MountRecord) -> None:
         """Write a record or replace it. Raises OSError."""
@@ -143,15 +137,12 @@ class Records:
         temporary.write_text(json.dumps(value))
         temporary.rename(path)
 
-    def _load(self, folder: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    def _load(self, folder: str, kind: type[_T]) -> Iterator[tuple[Path, _T]]:
         for entry in sorted(os.scandir(self._state / folder), key=lambda entry: entry.name):
             path = Path(entry.path)
-            try:
-                value = json.loads(path.read_bytes())
-            except (OSError, ValueError):
-                value = None
-            if path.suffix == ".json" and isinstance(value, dict):
-                yield path, value
+            found = _read(path, kind) if path.suffix == ".json" else None
+            if found is not None:
+                yield path, found
             else:
                 self._junk(path)
 
@@ -163,9 +154,13 @@ class Records:
 
 def source_of(state: Path, digest: Digest) -> str | None:
     """The store URL of a layer that was mounted from the cache whose state/ this is; for any process."""
+    known = _read(state / "known" / f"{digest.removeprefix('sha256:')}.json", _Known)
+    return known.store if known is not None else None
+
+
+def _read(path: Path, kind: type[_T]) -> _T | None:
+    """The record in a file; None if there is none or it is something else."""
     try:
-        value = json.loads((state / "known" / f"{digest.removeprefix('sha256:')}.json").read_bytes())
-    except (OSError, ValueError):
+        return decode(path.read_bytes(), kind, str(path), limit=_MAX_BYTES)
+    except (OSError, ImageError):
         return None
-    store = value.get("store") if isinstance(value, dict) else None
-    return store if isinstance(store, str) else None

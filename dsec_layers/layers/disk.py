@@ -6,14 +6,17 @@ lazily in pieces of 256 KiB; the manifest's digest covers the list's, and the li
 
 from __future__ import annotations
 
-import json
 import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 from dsec_layers.digest import Buffer
+from dsec_layers.documents import MAX_NUMBER, decode
 from dsec_layers.errors import ImageCode, ImageError
 from dsec_layers.oci import MANIFEST, Descriptor, canonical_json, descriptor_json
 
@@ -41,6 +44,7 @@ UUID: Final = "dev.dsec.disk.uuid"
 
 PIECE_SIZE: Final = 256 << 10
 MAX_LAYERS: Final = 255
+_MAX_CONFIG: Final = 16 << 20
 _HEADER: Final = struct.Struct("<4sHHIQ")  # magic, version, digest size, piece size, size of the blob
 _MAGIC: Final = b"DPCS"
 _DIGEST: Final = 32
@@ -84,19 +88,21 @@ class DiskConfig:
     @classmethod
     def parse(cls, data: Buffer) -> DiskConfig:
         """The value of a config blob. Raises ImageError."""
-        try:
-            value = json.loads(bytes(data))
-            size, name, recipe, builder = value["virtual_size"], value.get("name", ""), value.get("recipe", {}), value.get("builder", "")
-            known = value["format"] == 1
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ImageError("not a disk config", code=ImageCode.BAD_MAGIC) from error
-        if not known:
-            raise ImageError(f"disk format {str(value['format'])[:20]} is not known here", code=ImageCode.BAD_VERSION)
-        if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 1 << 63 or size % 512:
-            raise ImageError("disk config has no proper virtual size", code=ImageCode.BAD_ENCODING)
-        if not isinstance(name, str) or not isinstance(builder, str) or not isinstance(recipe, dict):
-            raise ImageError("disk config has a field of the wrong type", code=ImageCode.BAD_ENCODING)
-        return cls(size, name, recipe, builder)
+        known = decode(data, _Format, "disk config", limit=_MAX_CONFIG).format
+        if known != 1:
+            raise ImageError(f"disk format {str(known)[:20]} is not known here", code=ImageCode.BAD_VERSION)
+        return cls(**asdict(decode(data, _Config, "disk config", limit=_MAX_CONFIG)))
+
+
+class _Format(Struct):
+    format: Any
+
+
+class _Config(Struct):
+    virtual_size: Annotated[int, Meta(ge=0, le=MAX_NUMBER, multiple_of=512)]
+    name: str = ""
+    recipe: dict[str, Any] = {}
+    builder: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,20 @@ and raise ImageError for everything else.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
-from dsec_layers.digest import Buffer, Digest, is_digest
+from msgspec import Meta, Struct, field
+from msgspec.structs import asdict
+
+from dsec_layers.digest import Buffer, Digest
+from dsec_layers.documents import DigestText, Natural, convert, decode
 from dsec_layers.errors import ImageCode, ImageError
 from dsec_layers.layers import descriptor as d
 from dsec_layers.layers.descriptor import Descriptor, Kind
 from dsec_layers.layers.disk import DISK, DiskImage
-from dsec_layers.oci import canonical_json, descriptor_json, parse_descriptor, parse_list
+from dsec_layers.oci import DescriptorJson, canonical_json, descriptor_json
 
 __all__ = [
     "FOREIGN",
@@ -40,7 +43,7 @@ FOREIGN: Final = "dev.dsec.foreign"
 """Annotation on a segments descriptor that another layer owns: listed here so that garbage collection and copies see the reference."""
 FORMAT: Final = 1
 ALGORITHMS: Final = {"blobs": "sha256", "content": "blake3"}
-LAYOUTS: Final = ("segments", "compressed")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,28 +147,77 @@ Object: TypeAlias = Layer | Environment | DiskImage
 """What a ref may name."""
 
 
+# --- what documents must have ------------------------------------------------------------------------------------------------------------------
+
+_Text: TypeAlias = Annotated[str, Meta(pattern=r"\A[^\0]*\Z")]
+_Name: TypeAlias = Annotated[str, Meta(pattern=r"\A[^=\0]+\Z")]
+_Path: TypeAlias = Annotated[str, Meta(pattern=r"\A(/|(/(?!\.{1,2}(/|\Z))[^/\0]+)*)\Z")]
+"""Empty, or an absolute path inside the layer without ``.``, ``..`` or doubled slashes."""
+
+
+class _Artifact(Struct, rename="camel"):
+    artifact_type: Any = None
+
+
+class _Kinds(Struct):
+    kind: Kind = field(name=KIND)
+
+
+class _Manifest(Struct, rename="camel"):
+    schema_version: Literal[2]
+    config: DescriptorJson
+    layers: Annotated[list[DescriptorJson], Meta(max_length=MAX_DESCRIPTORS)]
+
+    def items(self) -> list[Descriptor]:
+        return [item.value() for item in self.layers]
+
+
+class _LayerManifest(_Manifest, rename="camel"):
+    annotations: _Kinds
+
+
+class _Index(Struct, rename="camel"):
+    schema_version: Literal[2]
+    manifests: Annotated[list[DescriptorJson], Meta(max_length=MAX_DESCRIPTORS, min_length=1)]
+
+
+class _Needs(Struct):
+    """What a reader of a config must know: looked at before the rest, which another version may spell in another way."""
+
+    format: Any = None
+    digests: Any = None
+    features: Any = ()
+
+
+class _Config(Struct):
+    kind: Kind
+    layout: Literal["segments", "compressed"]
+    name: _Text = ""
+    prefix: _Path = ""
+    env: dict[_Name, _Text] = {}
+    workdir: _Path = ""
+    counts: dict[str, Natural] = {}
+    parent: DigestText | None = None
+    recipe: dict[str, Any] = {}
+    builder: _Text = ""
+
+
 def parse_object(data: Buffer) -> Object:
     """A manifest blob of any kind, by its artifactType."""
-    value = _object(data)
-    artifact = value.get("artifactType")
-    if artifact == d.LAYER:
-        return parse_layer(data)
-    if artifact == d.ENVIRONMENT:
-        return parse_environment(data)
-    if artifact == DISK:
-        return parse_disk(data)
-    raise ImageError(f"not a layer, environment or disk: artifactType is {str(artifact)[:100]!r}", code=ImageCode.BAD_MAGIC)
+    artifact = decode(data, _Artifact, "manifest", limit=MAX_JSON).artifact_type
+    parsers: dict[str, Callable[[Buffer], Object]] = {d.LAYER: parse_layer, d.ENVIRONMENT: parse_environment, DISK: parse_disk}
+    parse = parsers.get(artifact) if isinstance(artifact, str) else None
+    if parse is None:
+        raise ImageError(f"not a layer, environment or disk: artifactType is {str(artifact)[:100]!r}", code=ImageCode.BAD_MAGIC)
+    return parse(data)
 
 
 def parse_layer(data: Buffer) -> Layer:
     """The value of a layer manifest."""
-    value = _object(data)
-    if value.get("artifactType") != d.LAYER or value.get("schemaVersion") != 2:
-        raise ImageError("not a layer manifest", code=ImageCode.BAD_MAGIC)
-    config = _descriptor(value.get("config"))
+    value = _document(data, _LayerManifest, d.LAYER, "layer manifest")
+    config, items = value.config.value(), value.items()
     if config.media_type != d.CONFIG:
         raise ImageError(f"layer config has media type {config.media_type[:100]!r}", code=ImageCode.INCONSISTENT)
-    items = [_descriptor(item) for item in _list(value, "layers")]
     by_type = {kind: [item for item in items if item.media_type == kind] for kind in (d.METADATA, d.EROFS, d.CHUNKS, d.SEGMENTS)}
     if sum(map(len, by_type.values())) != len(items):
         raise ImageError("layer manifest has a blob of unknown media type", code=ImageCode.UNKNOWN_FEATURE)
@@ -174,142 +226,47 @@ def parse_layer(data: Buffer) -> Layer:
     heads = by_type[d.METADATA] + by_type[d.EROFS]
     if len(heads) != 1 or len(by_type[d.CHUNKS]) > 1 or (by_type[d.EROFS] and len(items) > 1):
         raise ImageError("layer manifest must have one metadata blob and at most one chunk table", code=ImageCode.INCONSISTENT)
-    return Layer(_kind(value), config, heads[0], by_type[d.CHUNKS][0] if by_type[d.CHUNKS] else None, tuple(by_type[d.SEGMENTS]))
+    chunks = by_type[d.CHUNKS][0] if by_type[d.CHUNKS] else None
+    return Layer(value.annotations.kind, config, heads[0], chunks, tuple(by_type[d.SEGMENTS]))
 
 
 def parse_environment(data: Buffer) -> Environment:
     """The value of an environment index."""
-    value = _object(data)
-    if value.get("artifactType") != d.ENVIRONMENT or value.get("schemaVersion") != 2:
-        raise ImageError("not an environment index", code=ImageCode.BAD_MAGIC)
-    layers: list[tuple[Kind, Descriptor]] = []
-    for item in _list(value, "manifests"):
-        layer = _descriptor(item)
-        if layer.media_type != d.MANIFEST:
-            raise ImageError(f"environment member has media type {layer.media_type[:100]!r}", code=ImageCode.INCONSISTENT)
-        layers.append((_kind(item), Descriptor(layer.media_type, layer.digest, layer.size)))
-    if not layers or layers[0][0] is not Kind.BASE:
+    value = _document(data, _Index, d.ENVIRONMENT, "environment index")
+    for item in value.manifests:
+        if item.media_type != d.MANIFEST:
+            raise ImageError(f"environment member has media type {item.media_type[:100]!r}", code=ImageCode.INCONSISTENT)
+    kinds = [convert(item.annotations or {}, _Kinds, "environment member").kind for item in value.manifests]
+    layers = tuple((kind, Descriptor(item.media_type, item.digest, item.size)) for kind, item in zip(kinds, value.manifests, strict=True))
+    if layers[0][0] is not Kind.BASE:
         raise ImageError("an environment begins with a base", code=ImageCode.INCONSISTENT)
-    return Environment(tuple(layers))
+    return Environment(layers)
 
 
 def parse_disk(data: Buffer) -> DiskImage:
     """The value of a disk manifest."""
-    value = _object(data)
-    if value.get("artifactType") != DISK or value.get("schemaVersion") != 2:
-        raise ImageError("not a disk manifest", code=ImageCode.BAD_MAGIC)
-    return DiskImage.of(_descriptor(value.get("config")), [_descriptor(item) for item in _list(value, "layers")])
+    value = _document(data, _Manifest, DISK, "disk manifest")
+    return DiskImage.of(value.config.value(), value.items())
 
 
 def parse_config(data: Buffer) -> LayerConfig:
     """The value of a layer config blob."""
-    value = _object(data)
-    try:
-        kind = Kind(value.get("kind", ""))
-    except ValueError as error:
-        raise ImageError(f"layer config has unknown kind {str(value.get('kind'))[:100]!r}", code=ImageCode.UNKNOWN_FEATURE) from error
-    if value.get("format") != FORMAT:
+    needs = decode(data, _Needs, "layer config", limit=MAX_JSON)
+    if needs.format != FORMAT:
         raise ImageError(
-            f"layer format {str(value.get('format'))[:20]} is not known here (this version reads {FORMAT})", code=ImageCode.BAD_VERSION
+            f"layer format {str(needs.format)[:20]} is not known here (this version reads {FORMAT})", code=ImageCode.BAD_VERSION
         )
-    if value.get("digests") != ALGORITHMS:
+    if needs.digests != ALGORITHMS:
+        raise ImageError(f"layer uses digests that this version does not know: {str(needs.digests)[:100]}", code=ImageCode.UNKNOWN_FEATURE)
+    if not isinstance(needs.features, list | tuple) or needs.features:
         raise ImageError(
-            f"layer uses digests that this version does not know: {str(value.get('digests'))[:100]}", code=ImageCode.UNKNOWN_FEATURE
+            f"layer needs features that this version does not know: {str(needs.features)[:200]}", code=ImageCode.UNKNOWN_FEATURE
         )
-    features = value.get("features", [])
-    if not isinstance(features, list) or features:
-        raise ImageError(f"layer needs features that this version does not know: {str(features)[:200]}", code=ImageCode.UNKNOWN_FEATURE)
-    return LayerConfig(
-        kind,
-        env=_env(value.get("env", {})),
-        counts=_counts(value.get("counts", {})),
-        parent=_parent(value.get("parent")),
-        recipe=_mapping(value.get("recipe", {}), "recipe"),
-        layout=_one_of(value.get("layout"), LAYOUTS, "layout"),
-        prefix=_path(value.get("prefix", ""), "prefix"),
-        workdir=_path(value.get("workdir", ""), "workdir"),
-        name=_text(value.get("name", ""), "name"),
-        builder=_text(value.get("builder", ""), "builder"),
-    )
+    return LayerConfig(**asdict(decode(data, _Config, "layer config", limit=MAX_JSON)))
 
 
-def _mapping(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ImageError(f"layer config: {what} is no object", code=ImageCode.BAD_ENCODING)
-    return value
-
-
-def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str) or "\0" in value:
-        raise ImageError(f"layer config: {what} is no proper text", code=ImageCode.BAD_ENCODING)
-    return value
-
-
-def _one_of(value: Any, known: tuple[str, ...], what: str) -> str:
-    if value not in known:
-        raise ImageError(f"layer config: {what} {str(value)[:100]!r} is not known here", code=ImageCode.UNKNOWN_FEATURE)
-    return str(value)
-
-
-def _path(value: Any, what: str) -> str:
-    """Empty, or an absolute path inside the layer without ``.``, ``..`` or doubled slashes."""
-    text = _text(value, what)
-    if text and (not text.startswith("/") or any(part in ("", ".", "..") for part in text[1:].split("/") if text != "/")):
-        raise ImageError(f"layer config: {what} {text[:100]!r} is not an absolute path in plain form", code=ImageCode.BAD_ENCODING)
-    return text
-
-
-def _env(value: Any) -> dict[str, str]:
-    if not _is_text_map(value) or any(not name or "=" in name or "\0" in name + item for name, item in value.items()):
-        raise ImageError("layer config: env is not a map of names to values", code=ImageCode.BAD_ENCODING)
-    return dict(value)
-
-
-def _counts(value: Any) -> dict[str, int]:
-    counts = _mapping(value, "counts")
-    if not all(type(item) is int and 0 <= item < 1 << 63 for item in counts.values()):
-        raise ImageError("layer config: a count is no number", code=ImageCode.BAD_ENCODING)
-    return counts
-
-
-def _parent(value: Any) -> Digest | None:
-    if value is not None and not (isinstance(value, str) and is_digest(value)):
-        raise ImageError("layer config names a parent that is no digest", code=ImageCode.BAD_ENCODING)
-    return value
-
-
-def _is_text_map(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(k, str) and isinstance(v, str) for k, v in value.items())
-
-
-def _object(data: Buffer) -> dict[str, Any]:
-    if len(data) > MAX_JSON:
-        raise ImageError(f"manifest of {len(data)} bytes is over the limit of {MAX_JSON}", code=ImageCode.LIMIT)
-    try:
-        value = json.loads(bytes(data).decode(), parse_constant=_no_constant)
-        canonical_json(value)  # what has no UTF-8 form (a lone surrogate) could be read but never written again
-    except (ValueError, RecursionError) as error:
-        raise ImageError("manifest is not JSON", code=ImageCode.BAD_ENCODING) from error
-    if not isinstance(value, dict):
-        raise ImageError("manifest is not a JSON object", code=ImageCode.BAD_ENCODING)
-    return value
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _descriptor(value: Any) -> Descriptor:
-    return parse_descriptor(value, "manifest")
-
-
-def _list(value: dict[str, Any], key: str) -> list[Any]:
-    return parse_list(value.get(key), "manifest", MAX_DESCRIPTORS)
-
-
-def _kind(value: dict[str, Any]) -> Kind:
-    annotations = value.get("annotations")
-    try:
-        return Kind(annotations.get(KIND, "") if isinstance(annotations, dict) else "")
-    except ValueError as error:
-        raise ImageError(f"manifest lacks a proper {KIND} annotation", code=ImageCode.BAD_ENCODING) from error
+def _document(data: Buffer, kind: type[_T], artifact: str, what: str) -> _T:
+    """A manifest of type ``kind``, after it was found to say that it is one."""
+    if decode(data, _Artifact, what, limit=MAX_JSON).artifact_type != artifact:
+        raise ImageError(f"not a {what}", code=ImageCode.BAD_MAGIC)
+    return decode(data, kind, what, limit=MAX_JSON)

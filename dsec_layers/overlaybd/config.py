@@ -8,18 +8,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias
+
+from msgspec import Meta
 
 from dsec_layers.digest import Buffer
-from dsec_layers.errors import ImageCode, ImageError
+from dsec_layers.documents import Natural, convert, decode
 
 __all__ = ["ImageConfig", "LowerConfig", "UpperConfig", "blob_url", "lower_paths", "parse_config", "render_config"]
 
 Json: TypeAlias = Mapping[str, Any]
-_T = TypeVar("_T")
 
 _MAX_LOWERS = 255
 _MAX_BYTES = 16 << 20
+_WHAT = "config.v1.json"
 _KEYS = {
     "target_file": "targetFile", "target_digest": "targetDigest", "gzip_index": "gzipIndex", "repo_blob_url": "repoBlobUrl",
     "result_file": "resultFile", "acceleration_layer": "accelerationLayer", "record_trace_path": "recordTracePath",
@@ -33,7 +35,7 @@ class LowerConfig:
     file: str = ""
     dir: str = ""
     digest: str = ""
-    size: int = 0
+    size: Natural = 0
     target_file: str = ""
     target_digest: str = ""
     gzip_index: str = ""
@@ -50,7 +52,7 @@ class UpperConfig:
     data: str = ""
     target: str = ""
     gzip_index: str = ""
-    vsize: int = 0
+    vsize: Natural = 0
     mode: str = ""
     extra: Json = field(default_factory=dict)
 
@@ -60,7 +62,7 @@ class ImageConfig:
     """A device: ``lowers`` bottom first, ``upper`` if it is writable, ``download`` the settings of background download as they stand in the file."""
 
     repo_blob_url: str = ""
-    lowers: tuple[LowerConfig, ...] = ()
+    lowers: Annotated[tuple[LowerConfig, ...], Meta(max_length=_MAX_LOWERS)] = ()
     upper: UpperConfig | None = None
     result_file: str = ""
     download: Json = field(default_factory=dict)
@@ -71,21 +73,14 @@ class ImageConfig:
 
 def parse_config(data: Buffer) -> ImageConfig:
     """Read a config.v1.json. Raises ImageError."""
-    if len(data) > _MAX_BYTES:
-        raise ImageError(f"config.v1.json: {len(data)} bytes are too many", code=ImageCode.LIMIT)
-    try:
-        top = json.loads(bytes(data))
-    except (ValueError, RecursionError) as error:
-        raise ImageError(f"config.v1.json: {error}", code=ImageCode.BAD_ENCODING) from error
-    values = _values(ImageConfig, top, "config.v1.json")
-    lowers = values.pop("lowers", [])
-    if len(lowers) > _MAX_LOWERS:
-        raise ImageError(f"config.v1.json: {len(lowers)} lowers, more than {_MAX_LOWERS}", code=ImageCode.LIMIT)
-    upper = values.pop("upper", None)
-    if upper:
-        values["upper"] = UpperConfig(**_values(UpperConfig, upper, "config.v1.json: upper"))
-    parsed = [LowerConfig(**_values(LowerConfig, lower, f"config.v1.json: lower {i}")) for i, lower in enumerate(lowers)]
-    return ImageConfig(lowers=tuple(parsed), **values)
+    values = _values(ImageConfig, decode(data, dict[str, Any], _WHAT, limit=_MAX_BYTES))
+    lowers = values.get("lowers")
+    if isinstance(lowers, list):
+        values["lowers"] = [_values(LowerConfig, lower) for lower in lowers]
+    upper = values.pop("upper", {})
+    if upper != {}:
+        values["upper"] = _values(UpperConfig, upper)
+    return convert(values, ImageConfig, _WHAT)
 
 
 def render_config(config: ImageConfig) -> bytes:
@@ -111,33 +106,13 @@ def blob_url(config: ImageConfig, lower: LowerConfig) -> str | None:
     return f"{base.rstrip('/')}/{lower.digest}" if base and lower.digest else None
 
 
-def _values(kind: type[_T], given: object, what: str) -> dict[str, Any]:
-    """Constructor arguments for ``kind`` out of a JSON object; what it has no field for goes to ``extra``."""
+def _values(kind: type, given: Any) -> Any:
+    """The fields of ``kind`` in a JSON object by their names here; what it has no field for is ``extra``, and null is as if it were not there."""
     if not isinstance(given, dict):
-        raise ImageError(f"{what} is not an object", code=ImageCode.BAD_ENCODING)
+        return given
     rest = dict(given)
-    values: dict[str, Any] = {}
-    for entry in fields(kind):  # type: ignore[arg-type]
-        key = _KEYS.get(entry.name, entry.name)
-        if entry.name != "extra" and (value := rest.pop(key, None)) is not None:
-            values[entry.name] = _checked(entry.name, value, f"{what}: {key}")
-    return {**values, "extra": rest}
-
-
-def _checked(name: str, value: object, what: str) -> object:
-    if name in ("size", "vsize"):
-        good = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    elif name in ("lowers",):
-        good = isinstance(value, list)
-    elif name in ("upper", "download"):
-        good = isinstance(value, dict)
-    elif name == "acceleration_layer":
-        good = isinstance(value, bool)
-    else:
-        good = isinstance(value, str)
-    if not good:
-        raise ImageError(f"{what} has a value of a wrong kind: {str(value)[:60]}", code=ImageCode.BAD_ENCODING)
-    return value
+    found = {entry.name: rest.pop(_KEYS.get(entry.name, entry.name), None) for entry in fields(kind) if entry.name != "extra"}
+    return {name: value for name, value in found.items() if value is not None} | {"extra": rest}
 
 
 def _set_keys(value: LowerConfig | UpperConfig | ImageConfig) -> dict[str, Any]:

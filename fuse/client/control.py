@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from dsec_layers import errors
-from dsec_layers.errors import DsecError, HostError, ImageCode, ImageError
+from dsec_layers.errors import DsecError, HostError
 from dsec_layers.linux.unixsocket import connect_unix, listen_unix
 
 __all__ = ["SOCKET", "VERSION", "Message", "close_all", "connect", "error_from", "error_message", "listen", "peer_uid", "receive", "send"]
@@ -112,8 +112,8 @@ def _exactly(channel: socket.socket, length: int) -> bytes:
 
 def error_message(error: DsecError) -> Message:
     """The message that carries ``error``."""
-    code = {"code": error.code} if isinstance(error, ImageError) else {}
-    return {"error": {"type": type(error).__name__, "message": error.message, "hint": error.hint, **code}}
+    value = {"type": type(error).__name__, "message": error.message, "hint": error.hint}
+    return {"error": value | ({"code": error.code} if isinstance(error, errors.ImageError) else {})}
 
 
 def error_from(value: Message) -> DsecError:
@@ -122,7 +122,7 @@ def error_from(value: Message) -> DsecError:
     if not (isinstance(kind, type) and issubclass(kind, DsecError)):
         kind = DsecError
     hint = value.get("hint")
-    error = kind(str(value.get("message")), hint=str(hint) if hint else None)
-    if isinstance(error, ImageError) and value.get("code") in set(ImageCode):
-        error.code = ImageCode(value["code"])
-    return error
+    found = kind(str(value.get("message")), hint=str(hint) if hint else None)
+    if isinstance(found, errors.ImageError) and value.get("code") in tuple(errors.ImageCode):
+        found.code = errors.ImageCode(value["code"])
+    return found

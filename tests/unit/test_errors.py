@@ -34,7 +34,7 @@ def test_json_errors_tell_the_kind_of_image_error(capsys: pytest.CaptureFixture[
     store = MemoryStore()
     digest = put_bytes(store, b"[]").digest
     assert digest == sha256_digest(b"[]")
-    with pytest.raises(ImageError, match="not a JSON object") as caught:
+    with pytest.raises(ImageError, match="expected `object`, got `array`") as caught:
         load_layer(store, digest)
     console = Console(as_json=True)
     console.error(caught.value)

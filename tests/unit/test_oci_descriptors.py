@@ -31,7 +31,7 @@ def test_what_is_read_is_written_again(more: dict[str, Any]) -> None:
     [
         {"digest": None}, {"digest": 5}, {"digest": "sha256:00"}, {"digest": "sha512:" + "0" * 128}, {"digest": DIGEST.upper()},
         {"digest": DIGEST + "\n"}, {"digest": "sha256:../../" + "0" * 58}, {"size": None}, {"size": True}, {"size": -1}, {"size": 1 << 63}, {"size": 1.0},
-        {"size": "5"}, {"mediaType": 3}, {"annotations": "x"}, {"annotations": [1]}, {"annotations": {"a": 1}},
+        {"size": "5"}, {"mediaType": 3}, {"annotations": "x"}, {"annotations": ""}, {"annotations": []}, {"annotations": [1]}, {"annotations": {"a": 1}},
     ],
 )  # fmt: skip
 def test_what_is_none(change: dict[str, Any]) -> None:

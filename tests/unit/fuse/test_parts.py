@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import struct
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from dsec_layers import errors
 from dsec_layers.cache.segments import SegmentCache
-from dsec_layers.errors import DsecError, HostError, ImageCode, ImageError, NotFound
+from dsec_layers.errors import DsecError, HostError, NotFound
 from dsec_layers.fuse.client import control
 from dsec_layers.fuse.client.control import error_from, error_message, receive, send
 from dsec_layers.fuse.client.host import Host, HostPool
@@ -138,14 +139,16 @@ def test_messages_never_crash(data: bytes) -> None:
 
 
 def test_errors_travel() -> None:
-    for name in errors.__all__:
-        kind = getattr(errors, name)
-        if not issubclass(kind, DsecError):
-            continue
+    for kind in (kind for name in errors.__all__ if issubclass(kind := getattr(errors, name), DsecError)):
         found = error_from(error_message(kind("what", hint="how"))["error"])
         assert type(found) is kind and (found.message, found.hint) == ("what", "how")
-    travelled = error_from(error_message(ImageError("what", code=ImageCode.TRUNCATED))["error"])
-    assert isinstance(travelled, ImageError) and travelled.code is ImageCode.TRUNCATED
+    for code in errors.ImageCode:
+        message = json.loads(json.dumps(error_message(errors.ImageError("what", code=code))))
+        carried = error_from(message["error"])
+        assert isinstance(carried, errors.ImageError) and carried.code is code
+    others: tuple[object, ...] = ("other", 7, None, [], {})
+    for odd in others:
+        assert type(error_from({"type": "ImageError", "message": "x", "code": odd})) is errors.ImageError
     for hostile in ({"type": "annotations"}, {"type": "DsecError.__init__"}, {"type": 7}, {}):
         assert type(error_from(hostile)) is DsecError
 
@@ -165,10 +168,31 @@ def test_a_socket_below_a_long_path(tmp_path: Path) -> None:
     assert control.connect(root) is None
 
 
+@pytest.mark.parametrize(
+    ("folder", "change"),
+    [
+        ("mounts", {"target": 5}), ("mounts", {"done": "yes"}), ("mounts", {"layers": "sha256"}), ("mounts", {"digest": "sha256:no"}),
+        ("mounts", {"since": None}), ("leases", {"layers": [{"digest": "sha256:no", "store": "s", "driver": "fuse"}]}), ("leases", {"holder": {"pid": "1"}}),
+        ("leases", {"identifier": 7}), ("leases", {"layers": {}}), ("leases", {"holder": {"pid": True}}),
+    ],
+)  # fmt: skip
+def test_a_record_with_a_field_of_a_wrong_kind_is_junk(tmp_path: Path, folder: str, change: dict[str, object]) -> None:
+    digest = "sha256:" + "1" * 64
+    records = Records(tmp_path, "boot")
+    records.save(LeaseRecord("a", Holder(1, 2), (LayerUse(digest, "s", "fuse"),)))
+    records.save(MountRecord("a", "/m", digest, "s", "l", "fuse", "b", [digest]))
+    path = tmp_path / folder / "a.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert [len(list(records.leases())), len(list(records.mounts()))] == ([0, 1] if folder == "leases" else [1, 0])
+    assert not path.exists()
+
+
 def test_records_survive_and_junk_does_not(tmp_path: Path) -> None:
     records = Records(tmp_path, "boot")
     lease = LeaseRecord("l1", Holder(pid=1, starttime=2), (LayerUse("sha256:" + "a" * 64, "file:///s", "fuse"),))
-    mount = MountRecord("m1", "/mnt", "sha256:" + "b" * 64, "file:///s", "dev:1", "fanotify", "l1", ["x"], 1.5, True, False)
+    mount = MountRecord(
+        "m1", "/mnt", "sha256:" + "b" * 64, "file:///s", "dev:1", "fanotify", "l1", ["sha256:" + "d" * 64], 1.5, True, False
+    )
     records.save(lease)
     records.save(mount)
     records.remember("sha256:" + "c" * 64, "file:///s")
