@@ -49,7 +49,8 @@ _log = logging.getLogger(__name__)
 
 _LOG_BYTES: Final = 1 << 20
 _SWEEP: Final = 5.0
-_DROP_ALL: Final = 300.0
+_DROP_ALL: Final = 20
+"""All pages that are cached twice are given back after so many times ``--drop``, too: a reader may have been slower than the first time."""
 _DESCRIPTORS: Final = 65_536
 _PR_SET_NAME: Final = 15
 
@@ -98,7 +99,8 @@ class _Worker:
         self._cache.make_room = self._make_room
         self._dropper = PageDropper(self._directory, options.drop)
         self._cache.published = self._dropper.later
-        self._next_drop = time.monotonic() + _DROP_ALL
+        self._pause = max(options.drop, 0.05)
+        self._next_drop = time.monotonic() + _DROP_ALL * self._pause
         self._layers = LayerMounts(self._directory, self._cache, records, mounters, linger=options.linger)
         self._manager = Manager(self._directory, self._cache, records, self._layers)
         self._events: EventServer | None = None
@@ -142,7 +144,7 @@ class _Worker:
         poll.register(self._keeper, select.POLLIN)
         poll.register(self._wake_read, select.POLLIN)
         while not self._stopping:
-            ready = dict(poll.poll(min(_SWEEP, self._options.idle or _SWEEP, max(self._options.drop, 0.05)) * 1000))
+            ready = dict(poll.poll(min(_SWEEP, self._options.idle or _SWEEP, self._pause) * 1000))
             if self._keeper in ready:
                 _log.error("the keeper died; this process takes its place and starts another worker")
                 become_keeper({**self._spec, "ready": -1})
@@ -167,7 +169,7 @@ class _Worker:
         """Give back doubly cached pages: of what was fetched a while ago, and now and then of all that the mounted layers have."""
         self._dropper.run()
         if time.monotonic() >= self._next_drop:
-            self._next_drop = time.monotonic() + _DROP_ALL
+            self._next_drop = time.monotonic() + _DROP_ALL * self._pause
             self._dropper.drop(self._layers.segments_in_use())
 
     def _keep_limit(self) -> None:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.kit.daemon_logs import pytest_runtest_makereport, quiet_logs
+from tests.kit.daemon_logs import log_places, pytest_runtest_makereport, pytest_runtest_teardown
 
-__all__ = ["pytest_runtest_makereport", "quiet_logs"]
+__all__ = ["log_places", "pytest_runtest_makereport", "pytest_runtest_teardown"]

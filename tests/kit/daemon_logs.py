@@ -15,12 +15,14 @@ from typing import Final
 
 import pytest
 
-__all__ = ["pytest_runtest_makereport", "quiet_logs", "records", "unexpected"]
+__all__ = ["log_places", "pytest_runtest_makereport", "pytest_runtest_teardown", "records", "unexpected"]
 
 _NAMES: Final = re.compile(r"(daemon\.log(\.1)?|flat\.log|attach\.log)\Z")
 _RECORD: Final = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:,\d+)? \S+\[\d+\] ([A-Z]+) ")
 _FINE: Final = ("DEBUG", "INFO")
 _TRACEBACK: Final = "Traceback (most recent call last)"
+_SAID: Final = re.compile(rf"{re.escape(_TRACEBACK)}|^warning: NBD\b", re.MULTILINE)
+_BASE: Final = pytest.StashKey[Path]()
 _SEEN: dict[tuple[int, int], int] = {}
 """How far each log, by its file's identity, was looked at: some outlive their test."""
 
@@ -54,15 +56,21 @@ def expected_of(node: pytest.Item) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def quiet_logs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fail a test for what its daemons have logged, after all its other fixtures have ended."""
+def log_places(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Note where the logs of a test are: in its own folder, and in those that it shares with others."""
+    request.node.stash[_BASE] = tmp_path_factory.getbasetemp()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    """Fail a test for what its daemons have logged, after all fixtures that end with it have ended."""
     yield
-    assert isinstance(request.node, pytest.Item)
-    base = tmp_path_factory.getbasetemp()
+    base = item.stash.get(_BASE, None)
+    if base is None:
+        return
     places = [folder for folder in base.iterdir() if folder.is_dir() and not folder.is_symlink() and not folder.name.startswith("test_")]
-    if "tmp_path" in request.node.fixturenames:  # type: ignore[attr-defined]
-        places.append(request.node.funcargs["tmp_path"])  # type: ignore[attr-defined]
-    expected = expected_of(request.node)
+    places += [folder for name, folder in getattr(item, "funcargs", {}).items() if name == "tmp_path"]
+    expected = expected_of(item)
     bad = [f"{path}: {record}" for place in places for path in _logs(place) for record in unexpected(_news(path), expected)]
     if bad:
         pytest.fail("\n".join(["logged, and not expected:", *bad]), pytrace=False)
@@ -70,12 +78,12 @@ def quiet_logs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Fail a test for a traceback on the standard error of a process that it started."""
+    """Fail a test for a traceback, or a warning of an NBD server, on the standard error of a process that it started."""
     report = yield
-    bad = report.when == "teardown" and report.passed and _TRACEBACK in report.capstderr
+    bad = report.when == "teardown" and report.passed and _SAID.search(report.capstderr)
     if bad and not any(re.search(pattern, report.capstderr) for pattern in expected_of(item)):
         report.outcome = "failed"
-        report.longrepr = f"a traceback on standard error, and not expected:\n{report.capstderr}"
+        report.longrepr = f"on standard error, and not expected:\n{report.capstderr}"
     return report
 
 

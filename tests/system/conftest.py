@@ -15,10 +15,10 @@ from dsec_layers.sandbox.cgroups import CgroupHost, read_cgroup_mounts
 from dsec_layers.sandbox.output import Collector
 from dsec_layers.sandbox.runtime import Runtime, _candidates
 from tests.kit.busybox import make_busybox_root
-from tests.kit.daemon_logs import pytest_runtest_makereport, quiet_logs
+from tests.kit.daemon_logs import log_places, pytest_runtest_makereport, pytest_runtest_teardown
 from tests.kit.tools import tool
 
-__all__ = ["pytest_runtest_makereport", "quiet_logs"]
+__all__ = ["log_places", "pytest_runtest_makereport", "pytest_runtest_teardown"]
 
 
 @pytest.fixture(scope="session")

@@ -81,6 +81,7 @@ def test_an_environment_is_its_layers_in_order(place: Path, store: PosixStore) -
         assert list((place / "cache" / "layers").iterdir()) == []
 
 
+@pytest.mark.logs("gave up: no blob sha256:0{64} ")
 def test_targets_that_cannot_be(place: Path, store: PosixStore) -> None:
     sample = make_layer(store, BASE)
     target = place / "target"
@@ -430,7 +431,7 @@ def test_f1_unused_segments_are_kept_below_the_limit(place: Path, store: PosixSt
             assert read_tree(lease.paths[0]) == BASE
 
 
-@pytest.mark.parametrize("options", [["--drop", "0"], ["--directio"]], ids=["dropped", "direct"])
+@pytest.mark.parametrize("options", [["--drop", "0.05"], ["--directio"]], ids=["dropped", "direct"])
 def test_nothing_stays_cached_twice(place: Path, store: PosixStore, options: list[str]) -> None:
     sample = make_layer(store, BASE)
     with daemon(place / "cache", options) as host, host.attach(store, [sample.digest]) as lease:
@@ -438,5 +439,9 @@ def test_nothing_stays_cached_twice(place: Path, store: PosixStore, options: lis
         present = list((place / "cache" / "present").iterdir())
         assert len(present) == len(sample.segments)
         eventually(lambda: sum(map(cached_bytes, present)) == 0)
+        if "--drop" in options:
+            for path in present:
+                path.read_bytes()  # as a reader that was slower than the daemon
+            eventually(lambda: sum(map(cached_bytes, present)) == 0)
         assert sum(cached_bytes(path) for path in lease.paths[0].iterdir()) >= sum(map(len, BASE.values())), "the mounted files stay cached"
         assert read_tree(lease.paths[0]) == BASE

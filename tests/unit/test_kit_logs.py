@@ -13,7 +13,7 @@ from tests.kit.daemon_logs import records, unexpected
 
 ROOT = Path(__file__).resolve().parents[2]
 STAMP = "2026-01-01 00:00:00 dsec_layers.x[7]"
-CONFTEST = "from tests.kit.daemon_logs import pytest_runtest_makereport, quiet_logs\n"
+CONFTEST = "from tests.kit.daemon_logs import log_places, pytest_runtest_makereport, pytest_runtest_teardown\n"
 TEST = """
 import os, sys, pytest
 from pathlib import Path
@@ -36,7 +36,10 @@ def test_the_next_is_not_blamed(tmp_path):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    return tmp_path_factory.mktemp("home")
+    folder = tmp_path_factory.mktemp("home")
+    yield folder
+    with open(folder / "daemon.log", "a") as stream:
+        stream.write(LAST)
 
 def test_of_a_home(home):
     (home / "daemon.log").write_text(TEXT)
@@ -49,7 +52,7 @@ def test_of_the_same_home(home):
 
 def outcome(folder: Path, **values: object) -> tuple[int, int, str]:
     """How many of the four tests passed, how many failed or ended badly, and what was said."""
-    values = {"NAME": "daemon.log", "TEXT": "", "LATE": "", "EXPECTED": (), "STDERR": b""} | values
+    values = {"NAME": "daemon.log", "TEXT": "", "LATE": "", "LAST": "", "EXPECTED": (), "STDERR": b""} | values
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_sample.py").write_text("".join(f"{name} = {value!r}\n" for name, value in values.items()) + TEST)
     options = [
@@ -90,17 +93,22 @@ def test_what_a_daemon_logs_fails_its_test_and_no_other(tmp_path: Path, name: st
     ), said
 
 
+def test_what_is_logged_when_a_module_ends_fails_its_last_test(tmp_path: Path) -> None:
+    passed, bad, said = outcome(tmp_path, LAST=f"{STAMP} ERROR there is a fault\n")
+    assert (passed, bad) == (4, 1) and re.search(r"^ERROR .*::test_of_the_same_home\b", said, re.MULTILINE), said
+
+
 def test_what_is_expected_is_named(tmp_path: Path) -> None:
     text = f"{STAMP} ERROR disk 1 died\n"
     passed, bad, said = outcome(tmp_path, LATE=text, EXPECTED=("disk . died",))
     assert (passed, bad) == (4, 1) and not re.search(r"^ERROR .*::test_it\b", said, re.MULTILINE), said
 
 
-def test_a_traceback_on_standard_error(tmp_path: Path) -> None:
-    traceback = b"Traceback (most recent call last):\n  File\nKeyError: 3\n"
-    _, bad, said = outcome(tmp_path, STDERR=traceback)
-    assert bad == 1 and "KeyError: 3" in said, said
-    assert outcome(tmp_path, STDERR=traceback, EXPECTED=("KeyError",))[1] == 0
+@pytest.mark.parametrize("wrong", ["Traceback (most recent call last):\n  File\nKeyError: 3\n", "fine\nwarning: NBD export '': KeyError\n"])
+def test_what_a_server_in_the_foreground_says(tmp_path: Path, wrong: str) -> None:
+    _, bad, said = outcome(tmp_path, STDERR=wrong.encode())
+    assert bad == 1 and "KeyError" in said, said
+    assert outcome(tmp_path, STDERR=wrong.encode(), EXPECTED=("KeyError",))[1] == 0
 
 
 def test_records_have_their_lines() -> None:

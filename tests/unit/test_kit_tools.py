@@ -27,6 +27,11 @@ def test_a_missing_tool_is_a_skip_or_with_dsec_ci_a_failure(call: Callable[[], o
         call()
 
 
+def test_ci_wants_all_tools() -> None:
+    script = TESTS.parent / ".ci/run"
+    assert not script.exists() or "\nexport DSEC_CI=1\n" in script.read_text(), "what an sdist does not have is not looked at"
+
+
 def test_what_is_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSEC_CI", "1")
     need("sh", "cat")

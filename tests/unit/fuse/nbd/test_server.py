@@ -550,27 +550,27 @@ def test_stop_under_load_loses_no_reply_that_was_begun(tmp_path: Path, tcp: bool
     served = threading.Semaphore(0)
     problems: list[str] = []
 
-    def client_loop(seed: int) -> None:
+    def client_loop(seed: int, client: Client) -> None:
         rng = random.Random(seed)
         at: dict[int, int] = {}
-        with connect(server) as client:
-            try:
-                while True:
-                    while len(at) < 8:
-                        offset = rng.randrange(SIZE - 5000)
-                        at[client.request(nbd.NBD_CMD_READ, offset, 5000)] = offset
-                    cookie, reply = client.reply()
-                    offset = at.pop(cookie)
-                    if reply.error or reply.data != data[offset : offset + 5000]:
-                        problems.append(f"{offset}: error {reply.error}")
-                    served.release()
-            except (EOFError, ConnectionError):
-                return
-            except Exception as error:  # noqa: BLE001 - it belongs to the main thread's verdict
-                problems.append(repr(error))
+        try:
+            while True:
+                while len(at) < 8:
+                    offset = rng.randrange(SIZE - 5000)
+                    at[client.request(nbd.NBD_CMD_READ, offset, 5000)] = offset
+                cookie, reply = client.reply()
+                offset = at.pop(cookie)
+                if reply.error or reply.data != data[offset : offset + 5000]:
+                    problems.append(f"{offset}: error {reply.error}")
+                served.release()
+        except (EOFError, ConnectionError):
+            return
+        except Exception as error:  # noqa: BLE001 - it belongs to the main thread's verdict
+            problems.append(repr(error))
 
-    with server:
-        threads = [threading.Thread(target=client_loop, args=(seed,)) for seed in range(4)]
+    with server, ExitStack() as stack:
+        clients = [stack.enter_context(connect(server)) for _ in range(4)]  # all are past the handshake, which a stop may cut
+        threads = [threading.Thread(target=client_loop, args=(seed, client)) for seed, client in enumerate(clients)]
         for thread in threads:
             thread.start()
         for _ in range(200):
