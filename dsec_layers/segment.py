@@ -5,12 +5,13 @@ Mounts, FUSE, NBD, disks, export, verification and packing all read segments her
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Self, TypeAlias
 
 from dsec_layers.digest import Buffer, Digest, content_digest, is_digest
 from dsec_layers.errors import CorruptError, ImageCode, ImageError
+from dsec_layers.layers.disk import PIECE_SIZE
 from dsec_layers.layers.frames import decompress, decompress_into
 from dsec_layers.layers.manifest import Layer
 from dsec_layers.layers.tables import MAX_SEGMENT, MAX_STORED, Table
@@ -51,6 +52,13 @@ class Segment:
             int(record["offset"]),
             int(record["stored"]),
         )
+
+    @classmethod
+    def of_disk(cls, store: str, blob: Digest, size: int, digests: Sequence[bytes]) -> list[Self]:
+        """The pieces that make up the blob of a disk's layer, of ``size`` bytes; ``digests``: its pieces list."""
+        starts = range(0, size, PIECE_SIZE)
+        lengths = [min(PIECE_SIZE, size - start) for start in starts]
+        return [cls(digest, n, store, blob, start, n, "raw") for digest, start, n in zip(digests, starts, lengths, strict=True)]
 
     @classmethod
     def of_message(cls, value: Mapping[str, object]) -> Self:

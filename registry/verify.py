@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,7 +21,7 @@ from dsec_layers.digest import Digest, content_digest
 from dsec_layers.erofs.reader import Image
 from dsec_layers.errors import CorruptError, DsecError, ImageError, InputError, LimitError, NotFound
 from dsec_layers.layers.descriptor import Descriptor
-from dsec_layers.layers.disk import PIECE_SIZE, DiskImage, DiskLayer, parse_pieces
+from dsec_layers.layers.disk import DiskImage, DiskLayer, parse_pieces
 from dsec_layers.layers.manifest import Environment, Layer
 from dsec_layers.layers.tables import BLOCK, CHUNK, Table
 from dsec_layers.progress import SILENT, Progress, Task
@@ -149,25 +149,17 @@ class _Checker:
             self._try(disk.config.digest, owner, lambda: load_disk_config(self._store, disk))
         for layer in disk.layers:
             if {layer.blob.digest, layer.pieces.digest} <= whole:
-                self._try(layer.blob.digest, owner, functools.partial(self._pieces, layer))
+                self._pieces(layer, owner)
 
-    def _pieces(self, layer: DiskLayer) -> None:
-        """Read a disk layer's blob once: its own digest, and those of its pieces."""
-        item, size = layer.pieces, layer.blob.size
-        digests = parse_pieces(read_blob(self._store, item.digest, limit=item.size, size=item.size), size)
-        state = hashlib.sha256()
-        wrong = None
-        for number, data in enumerate(
-            self._store.read(layer.blob.digest, at, min(PIECE_SIZE, size - at)) for at in range(0, size, PIECE_SIZE)
-        ):
-            state.update(data)
-            self.task.advance(len(data))
-            if content_digest(data) != digests[number] and wrong is None:
-                wrong = number
-        if f"sha256:{state.hexdigest()}" != layer.blob.digest:
-            raise CorruptError("the bytes do not match the digest")
-        if wrong is not None:
-            raise CorruptError(f"piece {wrong} does not match the list {item.digest}")
+    def _pieces(self, layer: DiskLayer, owner: Digest) -> None:
+        """A disk layer's blob: its own digest, and those of its pieces."""
+        item, blob = layer.pieces, layer.blob
+
+        def pieces() -> list[Segment]:
+            listed = read_blob(self._store, item.digest, limit=item.size, size=item.size)
+            return Segment.of_disk(self._store.url, blob.digest, blob.size, parse_pieces(listed, blob.size))
+
+        self._blob(blob, owner, dict(enumerate(self._try(item.digest, owner, pieces) or [])), _Chunks(0, None))
 
     def _layer(self, layer: Layer, owner: Digest, whole: set[Digest]) -> None:
         if layer.config.digest in whole:
@@ -175,38 +167,39 @@ class _Checker:
         if layer.metadata.digest not in whole:
             return
         if layer.compressed:
-            self._blob(layer.metadata, owner, [], None)
+            self._blob(layer.metadata, owner, {}, _Chunks(0, None))
             return
         opened = self._try(layer.metadata.digest, owner, lambda: load_metadata(self._store, layer))
         if opened is None:
             return
-        image, segments = opened
+        image, table = opened
         self._try(layer.metadata.digest, owner, lambda: Image(image).tree())
         chunks = None
         if layer.chunks and layer.chunks.digest in whole:
-            chunks = self._try(layer.chunks.digest, owner, lambda: load_chunks(self._store, layer, segments))
-        index = _ChunkIndex(self._store.url, layer, segments, chunks)
+            chunks = self._try(layer.chunks.digest, owner, lambda: load_chunks(self._store, layer, table))
+        index = _Chunks(len(table), chunks)
+        of_record = functools.partial(Segment.of_record, self._store.url, layer, table)
         with ThreadPoolExecutor(max(1, min(self._store.capabilities.connections, len(layer.segments)))) as pool:
             waiting = [
-                pool.submit(self._blob, item, owner, np.flatnonzero(segments["blob"] == number).tolist(), index)
+                pool.submit(self._blob, item, owner, {at: of_record(at) for at in np.flatnonzero(table["blob"] == number).tolist()}, index)
                 for number, item in enumerate(layer.segments)
                 if item.digest in whole
             ]
             for future in waiting:
                 future.result()
 
-    def _blob(self, item: Descriptor, owner: Digest, records: list[int], index: _ChunkIndex | None) -> None:
-        """Read a blob once, from its beginning to its end: its own digest, and those of the segments in it."""
+    def _blob(self, item: Descriptor, owner: Digest, segments: Mapping[int, Segment], chunks: _Chunks) -> None:
+        """Read a blob once, from its beginning to its end: its own digest, and those of the segments in it, which are in order."""
 
         def read() -> None:
             state = hashlib.sha256()
             waiting: list[Future[str | None]] = []
             with ThreadPoolExecutor(2) as pool:
-                for data, record in self._spans(item, records, index):
+                for data, number in self._spans(item, segments):
                     state.update(data)
                     self.task.advance(len(data))
-                    if index is not None and record is not None:
-                        waiting.append(pool.submit(index.check, record, data))
+                    if number is not None:
+                        waiting.append(pool.submit(chunks.check, number, segments[number], data))
                     while len(waiting) > _AHEAD:
                         self._told(waiting.pop(0).result(), item.digest, owner)
                 for future in waiting:
@@ -216,15 +209,13 @@ class _Checker:
 
         self._try(item.digest, owner, read)
 
-    def _spans(self, item: Descriptor, records: list[int], index: _ChunkIndex | None) -> Iterator[tuple[bytes, int | None]]:
-        """The bytes of a blob in order: a segment's frame with its record, or what is between them."""
+    def _spans(self, item: Descriptor, segments: Mapping[int, Segment]) -> Iterator[tuple[bytes, int | None]]:
+        """The bytes of a blob in order: a segment's frame with its number, or what is between them."""
         at = 0
-        for record in records:
-            assert index is not None  # there are no records without
-            segment = index.segment(record)
+        for number, segment in segments.items():
             segment.check()
             yield from self._gap(item.digest, at, segment.offset)
-            yield self._store.read(item.digest, segment.offset, segment.stored), record
+            yield self._store.read(item.digest, segment.offset, segment.stored), number
             at = segment.offset + segment.stored
         yield from self._gap(item.digest, at, item.size)
 
@@ -249,27 +240,22 @@ class _Checker:
             self.findings.append(Finding(problem, digest, owner, detail))
 
 
-class _ChunkIndex:
-    """The segments of a layer, and which chunks lie in each."""
+class _Chunks:
+    """Which chunks lie in each of a layer's segments; none in the pieces of a disk."""
 
-    def __init__(self, store: str, layer: Layer, segments: Table, chunks: Table | None) -> None:
-        self._of_record = functools.partial(Segment.of_record, store, layer, segments)
+    def __init__(self, segments: int, chunks: Table | None) -> None:
         self._chunks = np.zeros(0, CHUNK) if chunks is None else chunks[np.argsort(chunks["segment"], kind="stable")]
-        self._first = np.searchsorted(self._chunks["segment"], np.arange(len(segments) + 1))
+        self._first = np.searchsorted(self._chunks["segment"], np.arange(segments + 1)) if chunks is not None else None
 
-    def segment(self, record: int) -> Segment:
-        """What a segment is, and where its frame lies."""
-        return self._of_record(record)
-
-    def check(self, record: int, frame: bytes) -> str | None:
+    def check(self, number: int, segment: Segment, frame: bytes) -> str | None:
         """What is wrong with a segment."""
-        segment = self.segment(record)
         offset = segment.offset
         try:
             data = memoryview(segment.decode(frame))
         except ImageError as error:
             return f"the segment at {offset}: {error.message}"
-        for row in self._chunks[self._first[record] : self._first[record + 1]]:
+        first, last = (0, 0) if self._first is None else self._first[number : number + 2]
+        for row in self._chunks[first:last]:
             start, size = int(row["block"]) * BLOCK, int(row["size"])
             if content_digest(data[start : start + size]) != row["digest"].tobytes():
                 return f"the segment at {offset}: the chunk at block {row['block']} does not match its digest"

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar, cast
@@ -489,4 +490,10 @@ def _is_final(error: DsecError, piece: Segment | Question[Any]) -> bool:
 
 
 def _named(error: DsecError, url: str) -> DsecError:
-    return error if url in error.message else type(error)(f"{error.message} (from {url})", hint=error.hint)
+    """The same error, which names the store."""
+    if url in error.message:
+        return error
+    named = copy(error)
+    named.message = f"{error.message} (from {url})"
+    named.args = (named.message,)
+    return named

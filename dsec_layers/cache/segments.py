@@ -53,12 +53,50 @@ class _File:
     fd: int | None
 
     def is_here(self) -> bool:
-        """See Place."""
-        return self.cache._is_here(self)
+        """See Place: complete, or suspect and right after all, or in another file of the cache."""
+        cache, piece, fd = self.cache, self.piece, self.fd
+        # A descriptor that came with an event raises none itself, but one that was opened again after a restart does (fuse/events/adopt.py).
+        with cache._writers.claim(piece.name), cache._own_write(piece.name):
+            if fd is None:
+                return cache._is_here_by_name(piece)
+            if cache._is_right(fd, piece):
+                cache._publish(fd, piece.name)
+                return True
+            present = cache.open_present(piece)
+            if present is None:
+                return False
+            try:
+                data = read_whole(present, piece.size)
+            except EOFError:
+                return False
+            finally:
+                os.close(present)
+            if content_digest(data) != piece.digest:
+                return False
+            cache._fill(fd, data, piece.name)
+            return True
 
     def keep(self, data: Buffer) -> None:
         """See Place."""
-        self.cache._keep(self, data)
+        cache, piece = self.cache, self.piece
+        with cache._writers.claim(piece.name), cache._own_write(piece.name):
+            if self.fd is not None:
+                if not cache.directory.is_trusted(os.fstat(self.fd), piece.size):
+                    cache._fill(self.fd, data, piece.name)
+                return
+            try:
+                fd = os.open(piece.name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=cache.directory.absent_fd)
+            except FileNotFoundError:
+                present = cache.open_present(piece)
+                if present is None:
+                    cache._store(piece.name, data)
+                else:  # another was faster than this store
+                    os.close(present)
+                return
+            try:
+                cache._fill(fd, data, piece.name)
+            finally:
+                os.close(fd)
 
     def close(self) -> None:
         """See Place."""
@@ -175,30 +213,6 @@ class SegmentCache:
 
     # ---- finding and storing a segment; in fetcher threads
 
-    def _is_here(self, file: _File) -> bool:
-        """Whether the segment is here already: complete, or suspect and right after all, or in another file of the cache."""
-        # A descriptor that came with an event raises none itself, but one that was opened again after a restart does (fuse/events/adopt.py).
-        with self._writers.claim(file.piece.name), self._own_write(file.piece.name):
-            fd = file.fd
-            if fd is None:
-                return self._is_here_by_name(file.piece)
-            if self._is_right(fd, file.piece):
-                self._publish(fd, file.piece.name)
-                return True
-            present = self.open_present(file.piece)
-            if present is None:
-                return False
-            try:
-                data = read_whole(present, file.piece.size)
-            except EOFError:
-                return False
-            finally:
-                os.close(present)
-            if content_digest(data) != file.piece.digest:
-                return False
-            self._fill(fd, data, file.piece.name)
-            return True
-
     def _is_here_by_name(self, piece: Segment) -> bool:
         for folder in (self.directory.present_fd, self.directory.absent_fd):
             try:
@@ -234,27 +248,6 @@ class SegmentCache:
             self.fetcher.count(healed=1)
             _log.warning("cached segment %s is damaged and is fetched again", piece.name)
         return right
-
-    def _keep(self, file: _File, data: Buffer) -> None:
-        name = file.piece.name
-        with self._writers.claim(name), self._own_write(name):
-            if file.fd is not None:
-                if not self.directory.is_trusted(os.fstat(file.fd), file.piece.size):
-                    self._fill(file.fd, data, name)
-                return
-            try:
-                fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.directory.absent_fd)
-            except FileNotFoundError:
-                present = self.open_present(file.piece)
-                if present is None:
-                    self._store(name, data)
-                else:  # another was faster than this store
-                    os.close(present)
-                return
-            try:
-                self._fill(fd, data, name)
-            finally:
-                os.close(fd)
 
     def _fill(self, fd: int, data: Buffer, name: str) -> None:
         """Make ``data`` the content of an absent file, and the file present if it is the one that has the name."""

@@ -73,17 +73,7 @@ class StoredDisk:
     def _source(self, store: Store, layer: DiskLayer) -> PieceSource:
         size = layer.blob.size
         digests = parse_pieces(read_blob(store, layer.pieces.digest, limit=layer.pieces.size, size=layer.pieces.size), size)
-        return PieceSource(_pieces(store.url, layer.blob.digest, size, digests), self._opener, self._kept)
-
-
-def _pieces(store: str, blob: Digest, size: int, digests: Sequence[bytes]) -> list[Segment]:
-    """The pieces of 256 KiB that make up a blob of ``size`` bytes; ``digests`` are theirs."""
-    pieces = []
-    for number, digest in enumerate(digests):
-        offset = number * PIECE_SIZE
-        count = min(PIECE_SIZE, size - offset)
-        pieces.append(Segment(digest, count, store, blob, offset, count, "raw"))
-    return pieces
+        return PieceSource(Segment.of_disk(store.url, layer.blob.digest, size, digests), self._opener, self._kept)
 
 
 def publish_layer(

@@ -79,6 +79,14 @@ class MessageServer:
             self._ending = True
             return True
 
+    def finish(self, seconds: float) -> None:
+        """Answer no more requests; wait so long for the answers to those that were made."""
+        due = time.monotonic() + seconds
+        with self._lock:
+            self._ending = True
+        while self._active and time.monotonic() < due:
+            time.sleep(0.005)
+
     def _accept(self) -> None:
         poll = select.poll()  # select() knows no descriptor above 1023, and a daemon has those
         poll.register(self._listening, select.POLLIN)

@@ -70,6 +70,10 @@ class Service:
         """See MessageServer."""
         return self._server.end_if_quiet(seconds, is_idle)
 
+    def finish(self, seconds: float) -> None:
+        """See MessageServer."""
+        self._server.finish(seconds)
+
     def _greeting(self) -> Message:
         return {"version": VERSION, "pid": os.getpid(), "warnings": self._warnings(), "namespace": self._namespace}
 

@@ -51,6 +51,8 @@ _LOG_BYTES: Final = 1 << 20
 _SWEEP: Final = 5.0
 _DROP_ALL: Final = 20
 """All pages that are cached twice are given back after so many times ``--drop``, too: a reader may have been slower than the first time."""
+_LAST_ANSWERS: Final = 5.0
+"""Seconds to answer requests that are under way when the daemon ends."""
 _DESCRIPTORS: Final = 65_536
 _PR_SET_NAME: Final = 15
 
@@ -184,20 +186,22 @@ class _Worker:
     def _end(self) -> int:
         if self._stock is not None:
             self._stock.close()
-        if not self._manager.is_idle():
+        if not self._manager.holds_nothing():
             try:
                 self._layers.sweep(now=True)
             except DsecError as error:
                 _log.error("%s", error.message)
-        if not self._manager.is_idle():
-            _log.warning("stopping with mounts in place")
-            if self._events is not None:
-                self._events.stop()
-            return EXIT_PARKED  # the events in hand stay unanswered: the next worker goes on with them
+        self._layers.close()
         if self._events is not None:
             self._events.stop()
+        if self._manager.holds_nothing():
+            # Whoever waits for a store gets an error now; with that, what he was about to mount is over.
+            self._fetcher.close()
+            self._service.finish(_LAST_ANSWERS)
+        if not self._manager.is_idle():
+            _log.warning("stopping with mounts in place")
+            return EXIT_PARKED  # the events in hand stay unanswered: the next worker goes on with them
         self._flat.stop()
-        self._fetcher.close()
         self._directory.end()
         _log.info("ended")
         return EXIT_STOPPED

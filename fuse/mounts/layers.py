@@ -20,7 +20,7 @@ from dsec_layers.cache.directory import CacheDirectory
 from dsec_layers.cache.metadata import LayerFiles, files_of, layer_files, local_layer_files
 from dsec_layers.cache.segments import SegmentCache
 from dsec_layers.digest import Digest
-from dsec_layers.errors import Conflict, DsecError, HostError, NotFound
+from dsec_layers.errors import Conflict, DsecError, HostError, NotFound, StoreError
 from dsec_layers.fsio import map_os_error
 from dsec_layers.fuse.records import LayerUse, Records
 from dsec_layers.linux.mount import umount
@@ -98,6 +98,7 @@ class LayerMounts:
         self._linger = linger
         self._lock = threading.Lock()
         self._taking = threading.Lock()
+        self._closed = False
         self._layers: dict[tuple[Digest, str], _Layer] = {}
         self._files: dict[Digest, LayerFiles] = {}  # of the layers in _layers
         self._outside: OrderedDict[Digest, LayerFiles] = OrderedDict()  # of others, those used last at the end
@@ -183,6 +184,11 @@ class LayerMounts:
         with self._taking:
             yield
 
+    def close(self) -> None:
+        """No further layer's files come into use from now on."""
+        with self._taking:
+            self._closed = True
+
     def segments_in_use(self) -> set[str]:
         """The names of all segments of mounted layers."""
         with self._lock:
@@ -199,9 +205,9 @@ class LayerMounts:
             return {path for layer in self._layers.values() if layer.files for path in files_of(self._directory, layer.files)}
 
     def rows(self) -> Iterator[tuple[LayerUse, Path, int, int]]:
-        """(layer, mount point, users, segments) of the mounted layers."""
+        """(layer, mount point, users, segments) of the layers that are mounted, or about to be: their files are here."""
         with self._lock:
-            layers = list(self._layers.values())
+            layers = [layer for layer in self._layers.values() if layer.files or layer.mounted]
         for layer in layers:
             yield layer.use, layer.path, layer.users, len(layer.files.names) if layer.files else 0
 
@@ -249,6 +255,8 @@ class LayerMounts:
         while True:
             files = layer_files(self._directory, use.store, use.digest, self._cache.fetcher)
             with self._taking:
+                if self._closed:
+                    raise StoreError(f"the daemon of cache {self._directory.root} ends")
                 if all(path.exists() for path in files_of(self._directory, files)):
                     layer.files = files
                     return files

@@ -240,9 +240,13 @@ class Manager:
         self._layers.sweep()
 
     def is_idle(self) -> bool:
-        """Whether nobody holds anything and no layer is mounted."""
+        """Whether nobody holds anything, no layer is mounted and nothing is being mounted."""
+        return self.holds_nothing() and not self._busy
+
+    def holds_nothing(self) -> bool:
+        """Whether nobody holds anything and no layer is mounted; what is being fetched for a mount does not count."""
         with self._lock:
-            return not (self._leases or self._mounts or self._busy or any(True for _ in self._layers.rows()))
+            return not (self._leases or self._mounts or any(True for _ in self._layers.rows()))
 
     def clear(self) -> Usage:
         """Remove every segment and all metadata that no live mount uses; returns what the segments took.

@@ -19,7 +19,7 @@ from dsec_layers.errors import NotFound, StoreError
 from dsec_layers.fuse.client.host import Host
 from dsec_layers.linux.mount import umount
 from dsec_layers.store.posix import PosixStore
-from tests.kit.cache_kit import daemon, eventually, needs_fanotify, unmount_below
+from tests.kit.cache_kit import daemon, eventually, needs_fanotify, processes_of, unmount_below
 from tests.kit.store_samples import content, make_layer
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(120), pytest.mark.logs("/a hangs; it is left alone", r"/a\)?: not here after")]
@@ -147,3 +147,28 @@ def test_a_mount_from_a_store_that_hangs_fails_at_the_deadline(place: Path, hang
         hanging.go_on()
         host.attach(hanging.url, [hanging.sample.digest]).release()
         host.stop()
+
+
+@pytest.mark.parametrize("verb", ["attach", "mount"])
+def test_the_daemon_stops_while_a_mount_waits_for_a_store_that_hangs(place: Path, hanging: StoppableStore, verb: str) -> None:
+    with daemon(place / "cache", ["--deadline", "60"]) as host:
+        hanging.stop()
+        (place / "target").mkdir()
+        failed: list[str] = []
+
+        def ask() -> None:
+            with Host(place / "cache") as other, pytest.raises(StoreError) as raised:
+                if verb == "attach":
+                    other.attach(hanging.url, [hanging.sample.digest])
+                else:
+                    other.mount(hanging.url, hanging.sample.digest, place / "target")
+            failed.append(raised.value.message)
+
+        threading.Thread(target=ask, daemon=True).start()
+        time.sleep(0.3)
+        began = time.monotonic()
+        host.stop()
+        assert time.monotonic() - began < 5
+        eventually(lambda: len(failed) == 1, 5)
+        assert hanging.url in failed[0] and "closed" in failed[0]
+        assert processes_of(place / "cache") == []

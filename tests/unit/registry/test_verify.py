@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dsec_layers.digest import Digest
+from dsec_layers.digest import Digest, content_digest
 from dsec_layers.errors import NotFound, StoreError
 from dsec_layers.layers import descriptor as d
+from dsec_layers.layers import disk
 from dsec_layers.layers.descriptor import Descriptor, Kind
 from dsec_layers.layers.frames import compress, join_metadata, split_metadata
 from dsec_layers.layers.manifest import Layer, LayerConfig
@@ -180,3 +181,21 @@ def test_repair_trusts_a_replica_no_further_than_its_digests(store: MemoryStore,
     assert repair(store, replica, verify(store, sample.digest).findings, progress=heard) == ()
     with pytest.raises(NotFound):
         store.stat(sample.layer.config.digest)
+
+
+def test_a_disk_whose_pieces_list_says_other_digests_is_found_by_reading_its_blob() -> None:
+    store = MemoryStore()
+    data = content(7, 2 * disk.PIECE_SIZE + 5000)
+    right = [content_digest(data[at : at + disk.PIECE_SIZE]) for at in range(0, len(data), disk.PIECE_SIZE)]
+    config = put_bytes(store, disk.DiskConfig(1 << 20).to_json())
+    blob = put_bytes(store, data)
+
+    def found(digests: list[bytes]) -> list[str]:
+        listed = put_bytes(store, disk.pack_pieces(len(data), digests))
+        layer = disk.DiskLayer(Descriptor(disk.LAYER_TAR, blob.digest, blob.size), Descriptor(disk.PIECES, listed.digest, listed.size))
+        value = disk.DiskImage(Descriptor(disk.DISK_CONFIG, config.digest, config.size), (layer,))
+        return [str(finding) for finding in verify(store, put_bytes(store, value.to_json()).digest, deep=True).findings]
+
+    assert found(right) == []
+    (wrong,) = found([right[0], right[0], right[2]])
+    assert wrong.startswith(f"corrupt {blob.digest}") and f"the segment at {disk.PIECE_SIZE}" in wrong
