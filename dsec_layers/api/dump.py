@@ -19,6 +19,7 @@ from dsec_layers.errors import InputError, LimitError, NotFound, UsageError
 from dsec_layers.fsio import map_os_error
 from dsec_layers.layers.frames import MAX_METADATA, split_metadata
 from dsec_layers.layers.manifest import Layer
+from dsec_layers.layers.tables import dump_segments
 from dsec_layers.overlaybd.dump import DumpKind
 from dsec_layers.overlaybd.dump import dump as dump_overlaybd
 from dsec_layers.registry.objects import resolve_any
@@ -56,7 +57,7 @@ def dump(session: Session, text: str, *, kind: str = "auto", max_lines: int = MA
     with _open(session, text) as source:
         if kind == "auto" and _is_erofs(source):
             kind = "erofs"
-        lines = dump_erofs(_image(source)) if kind == "erofs" else dump_overlaybd(source, DumpKind(kind))
+        lines = _erofs(source) if kind == "erofs" else dump_overlaybd(source, DumpKind(kind))
         yield Dump(text, kind if kind != "auto" else "overlaybd", source.size, _bounded(lines, max_lines))
 
 
@@ -70,11 +71,18 @@ def _is_erofs(source: BlockSource) -> bool:
     return _at(source, 0, 4) == _ZSTD or _at(source, _EROFS_AT, 4) == _EROFS
 
 
-def _image(source: BlockSource) -> bytes:
+def _erofs(source: BlockSource) -> Iterator[str]:
+    """An image; of a metadata blob the image and the segment table."""
     if source.size > MAX_METADATA:
         raise LimitError(f"an image of {source.size} bytes, at most {MAX_METADATA} are read here")
     data = source.pread(0, source.size)
-    return split_metadata(data)[0] if data[:4] == _ZSTD else data
+    if data[:4] != _ZSTD:
+        yield from dump_erofs(data)
+        return
+    image, table = split_metadata(data)
+    yield from dump_erofs(image)
+    yield "# segment table; offsets are in it"
+    yield from dump_segments(table)
 
 
 def _at(source: BlockSource, offset: int, length: int) -> bytes:

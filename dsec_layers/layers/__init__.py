@@ -11,6 +11,6 @@ Face::
     manifest    canonical_json, Environment, FOREIGN, Layer, LayerConfig, MAX_DESCRIPTORS, MAX_JSON, Object, parse_config,
                 parse_disk, parse_layer, parse_object
     metadata    open_metadata
-    tables      BLOCK, CHUNK, MAX_CHUNKS_BYTES, MAX_SEGMENT, MAX_SEGMENTS, MAX_STORED, pack_chunks, pack_segments,
+    tables      BLOCK, CHUNK, dump_segments, MAX_CHUNKS_BYTES, MAX_SEGMENT, MAX_SEGMENTS, MAX_STORED, pack_chunks, pack_segments,
                 parse_chunks, parse_segments, SEGMENT, Table
 """

@@ -6,6 +6,7 @@ Both are numpy structured arrays with the on-disk dtype, so that parsing is a vi
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -21,6 +22,7 @@ __all__ = [
     "MAX_STORED",
     "SEGMENT",
     "Table",
+    "dump_segments",
     "pack_chunks",
     "pack_segments",
     "parse_chunks",
@@ -121,6 +123,15 @@ def _ascending(keys: "np.ndarray[Any, np.dtype[np.uint64]]") -> bool:  # noqa: U
     for column in reversed(range(keys.shape[1])):
         larger = (after[:, column] > before[:, column]) | ((after[:, column] == before[:, column]) & larger)
     return bool(larger.all())
+
+
+def dump_segments(data: Buffer) -> Iterator[str]:
+    """The segment table as lines: what is in the header, then each record, checked only for its place in the table. Raises ImageError."""
+    table = _parse(data, b"DSEG", SEGMENT, MAX_SEGMENTS)
+    yield f"{0:08x}+{_HEADER.size} magic DSEG version {VERSION} record {SEGMENT.itemsize} count {len(table)}"
+    for number, record in enumerate(table):
+        fields = " ".join(f"{name} {record[name].tobytes().hex() if name == 'digest' else record[name]}" for name in SEGMENT.names or ())
+        yield f"{_HEADER.size + number * SEGMENT.itemsize:08x}+{SEGMENT.itemsize} segment {number} {fields}"
 
 
 def _parse(data: Buffer, magic: bytes, dtype: np.dtype[np.void], limit: int) -> Table:

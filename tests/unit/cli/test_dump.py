@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dsec_layers import Session, dump, env_create, import_source
@@ -18,6 +19,7 @@ from dsec_layers.erofs.dump import dump as dump_erofs
 from dsec_layers.erofs.writer import render
 from dsec_layers.errors import ImageCode, ImageError, InputError, LimitError, NotFound, UsageError
 from dsec_layers.layers.frames import join_metadata
+from dsec_layers.layers.tables import SEGMENT, pack_segments
 from dsec_layers.overlaybd.dump import DumpKind
 from dsec_layers.overlaybd.dump import dump as dump_overlaybd
 from dsec_layers.proc import run
@@ -46,8 +48,16 @@ def test_files_of_each_kind(session: Session, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(image)
     assert lines(session, path) == list(dump_erofs(image)) == lines(session, path, kind="erofs")
-    path.write_bytes(join_metadata(image, b"table"))
-    assert lines(session, path) == list(dump_erofs(image))
+    records = np.zeros(2, SEGMENT)
+    records["size"], records["offset"], records["stored"] = 4096, [0, 50], [50, 60]
+    path.write_bytes(join_metadata(image, pack_segments(records)))
+    found = lines(session, path)
+    assert found[:-4] == list(dump_erofs(image))
+    assert found[-3] == "00000000+20 magic DSEG version 1 record 56 count 2"
+    assert found[-1] == f"0000004c+56 segment 1 digest {'00' * 32} size 4096 blob 0 offset 50 stored 60 flags 0"
+    path.write_bytes(join_metadata(image, b"no table"))
+    with pytest.raises(ImageError, match="DSEG"):
+        lines(session, path)
     path.write_bytes(vector(LAYER))
     whole = lines(session, path)
     assert whole == list(dump_overlaybd(BytesSource(vector(LAYER))))
