@@ -331,6 +331,9 @@ class PosixStore:
         except OSError as error:
             if error.errno in _NOT_A_FILE:
                 raise self._not_a_blob(digest, path.lstat()) from error
+            if error.errno == errno.ENOTDIR:
+                message = f"{digest} cannot be in {self.url}: {path.parent} is no directory"
+                raise CorruptError(message, hint="remove what is there and store the blob again", final=True) from error
             if error.errno in (errno.EACCES, errno.EPERM):
                 message = f"the file of {digest} in {self.url} cannot be read: {error.strerror}"
                 raise CorruptError(message, hint=f"give this user the right to read {path}", final=True) from error

@@ -388,6 +388,17 @@ def test_what_is_no_file_in_place_of_a_blob_is_an_answer_at_once(store: PosixSto
     assert answered.wait(1)
 
 
+def test_a_file_in_place_of_a_folder_of_blobs_is_an_answer_for_good(store: PosixStore) -> None:
+    put_bytes(store, DATA)
+    folder = blob_path(store).parent
+    blob_path(store).unlink()
+    folder.rmdir()
+    folder.write_bytes(b"")
+    with pytest.raises(CorruptError, match=f"{folder} is no directory") as raised:
+        store.read(DIGEST, 0, 10)
+    assert raised.value.final
+
+
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: to become a user without rights")
 @pytest.mark.parametrize("mode", [0o000, 0o200])
