@@ -430,7 +430,8 @@ class Fetcher:
             with self._counting:
                 self._counters.failures += 1
                 self._counters.last_error = error.message
-            _log.error("gave up: %s", error.message)
+            nobody_knows = isinstance(error, NotFound) and isinstance(fetch.pieces[0], Question)  # whoever asked hears of it
+            _log.log(logging.INFO if nobody_knows else logging.ERROR, "gave up: %s", error.message)
         for waiter in waiters:
             try:
                 waiter(error)
