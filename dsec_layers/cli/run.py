@@ -6,15 +6,15 @@ import os
 
 import click
 
-from dsec_layers.cli.common import REF, App, Command, app_options, pass_app
-from dsec_layers.errors import DsecError, UsageError
+from dsec_layers.cli.common import REF, App, CommandLine, app_options, pass_app
+from dsec_layers.errors import DsecError
 from dsec_layers.fsio import map_os_error
 
 
 @click.command(
     "run",
-    cls=Command,
-    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+    cls=CommandLine,
+    usage_code=125,
     example="dsec-layers run dev:1 -- python3 -m pytest\ndsec-layers run -it --network host --memory 2G dev:1 -- bash",
 )
 @click.argument("ref", type=REF)
@@ -59,9 +59,6 @@ def command(
     from dsec_layers.api.mounts import run
     from dsec_layers.cli.values import parse_environment, parse_size
 
-    argv = argv[1:] if argv[0] == "--" else argv
-    if not argv:
-        raise UsageError("no command to run", hint="dsec-layers run REF -- CMD...")
     try:
         return run(
             app.session, ref, argv,
