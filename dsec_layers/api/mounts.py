@@ -55,6 +55,8 @@ def run_spec(session: Session, text: str, argv: Sequence[str], **settings: Any) 
     if not settings.get("workdir"):
         settings["workdir"] = next((config.workdir for config in reversed(configs) if config.workdir), "/")
     if not settings.get("hostname"):
+        settings["hostname"] = settings.get("name", "").replace("_", "-").rstrip(".-")
+    if not settings["hostname"]:
         settings.pop("hostname", None)
     return RunSpec(argv=tuple(argv), **settings)
 
@@ -75,22 +77,29 @@ def run(
     interactive: bool = False,
     tty: bool = False,
     binds: Sequence[Bind] = (),
+    entrypoint: Sequence[str] = (),
+    name: str = "",
+    timeout: float | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Ran:
     """Run ``argv`` in a sandbox on a layer or environment. What it writes is gone afterwards; its output goes to this process's descriptors 1 and 2.
 
     Environment variables and working directory come from the layers' configs, bottom to top, and then from the arguments. ``memory`` in bytes.
+    ``entrypoint``: the program, and its first arguments; ``argv`` follows. ``name``: of the sandbox, and its host name if there is no other.
+    ``timeout``: seconds, then the command is ended and the code is 124.
     ``environ``: the host's environment, of which a sandbox on the host's network sees proxy and CA settings.
     """
     spec = run_spec(
-        session, text, argv,
+        session, text, [*entrypoint, *argv],
         env=env, workdir=workdir, user=user, hostname=hostname, network=Network(network), memory=memory, cpus=cpus, pids=pids,
-        interactive=interactive, tty=tty, binds=tuple(binds),
+        interactive=interactive, tty=tty, binds=tuple(binds), name=name,
     )  # fmt: skip
     with session.host.attach(session.store, _members(session, text), driver=session.driver) as lease:
         _warn(session)
         lower = tuple(reversed(lease.paths))
-        return Ran(text, run_sandbox(spec, lower, state=session.cache / "sandboxes", environ=environ, progress=session.progress))
+        return Ran(
+            text, run_sandbox(spec, lower, state=session.cache / "sandboxes", environ=environ, timeout=timeout, progress=session.progress)
+        )
 
 
 def cache_show(session: Session) -> CacheReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import click
 
@@ -18,7 +19,7 @@ from dsec_layers.fsio import map_os_error
     example="dsec-layers run dev:1 -- python3 -m pytest\ndsec-layers run -it --network host --memory 2G dev:1 -- bash",
 )
 @click.argument("ref", type=REF)
-@click.argument("argv", metavar="[--] CMD...", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.argument("argv", metavar="[--] [CMD...]", nargs=-1, type=click.UNPROCESSED)
 @click.option("-i", "--interactive", is_flag=True, help="Pass standard input to the command.")
 @click.option("-t", "--tty", is_flag=True, help="Give the command a terminal.")
 @click.option("--memory", metavar="SIZE", help="Memory limit, such as 512M or 2G.")
@@ -31,7 +32,37 @@ from dsec_layers.fsio import map_os_error
     show_default=True,
     help="none: only loopback; host: the host's network.",
 )
-@click.option("-e", "--env", "environment", multiple=True, metavar="NAME=VALUE", help="An environment variable; may be given again.")
+@click.option(
+    "-e",
+    "--env",
+    "environment",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="An environment variable; without a value, the one it has here. May be given again.",
+)
+@click.option(
+    "--env-file",
+    "env_files",
+    multiple=True,
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Variables, a NAME[=VALUE] a line; -e wins.",
+)
+@click.option(
+    "--bind",
+    "binds",
+    multiple=True,
+    metavar="SRC:DST[:ro]",
+    help="Show a file or directory of this host inside; :ro for read-only. May be given again.",
+)
+@click.option("--entrypoint", metavar="PROGRAM", help="The program to run, with CMD as its arguments.")
+@click.option(
+    "--timeout",
+    metavar="SECONDS",
+    type=click.FloatRange(0, min_open=True),
+    help="End the command after this time; the exit code is then 124.",
+)
+@click.option("--name", default="", help="The sandbox's name, and its host name unless given; only one of a name runs at a time.")
 @click.option("-w", "--workdir", default="", metavar="DIR", help="The working directory.")
 @click.option("-u", "--user", default="", metavar="USER", help="uid, uid:gid or a name of the environment's /etc/passwd.")
 @click.option("--hostname", default="", help="The host name inside.")
@@ -48,6 +79,11 @@ def command(
     pids: int | None,
     network: str,
     environment: tuple[str, ...],
+    env_files: tuple[Path, ...],
+    binds: tuple[str, ...],
+    entrypoint: str | None,
+    timeout: float | None,
+    name: str,
     workdir: str,
     user: str,
     hostname: str,
@@ -57,13 +93,15 @@ def command(
     The exit code is the command's own (128 + n when signal n ended it); 125 when the sandbox itself failed. What the command writes is gone afterwards.
     """
     from dsec_layers.api.mounts import run
-    from dsec_layers.cli.values import parse_environment, parse_size
+    from dsec_layers.cli.values import parse_binds, parse_environment, parse_size, read_env_files
 
     try:
+        env = read_env_files(env_files, os.environ) | parse_environment(environment, os.environ)
         return run(
             app.session, ref, argv,
             interactive=interactive, tty=tty, memory=parse_size(memory), cpus=cpus, pids=pids, network=network,
-            env=parse_environment(environment), environ=os.environ, workdir=workdir, user=user, hostname=hostname,
+            env=env, environ=os.environ, workdir=workdir, user=user, hostname=hostname, binds=parse_binds(binds),
+            entrypoint=[entrypoint] if entrypoint else (), timeout=timeout, name=name,
         ).code  # fmt: skip
     except (DsecError, OSError) as caught:
         error = caught if isinstance(caught, DsecError) else map_os_error(caught, "running a sandbox")

@@ -12,6 +12,9 @@ from dsec_layers.cli import main
 from dsec_layers.cli.common import App, CommandLine
 from dsec_layers.cli.nbd import serve
 from dsec_layers.cli.run import command
+from dsec_layers.cli.values import parse_binds, parse_environment, read_env_files
+from dsec_layers.errors import UsageError
+from dsec_layers.sandbox import Bind
 
 
 def parsed(line: str, what: click.Command = command) -> dict[str, Any]:
@@ -56,6 +59,7 @@ def test_a_served_ref_may_stand_before_the_socket() -> None:
     ("line", "word"),
     [
         ("run", "Missing argument"),
+        ("run --bind x REF CMD", "SRC:DST"),
         ("run REF --memroy 1G -- CMD", "Did you mean '--memory'?"),
         ("run REF -Z CMD", "after --"),
         ("run --cpus none REF CMD", "--cpus"),
@@ -86,3 +90,36 @@ def test_every_command_that_ends_with_a_command_line_takes_options_after_the_ref
             assert isinstance(found, CommandLine), name
         else:
             assert isinstance(found, click.Group) or found.allow_interspersed_args, name
+
+
+def test_variables_without_a_value_are_those_of_the_caller(tmp_path: Path) -> None:
+    environ = {"HERE": "a b", "EMPTY": ""}
+    assert parse_environment(["A=1=2", "HERE", "EMPTY", "GONE", "B="], environ) == {"A": "1=2", "HERE": "a b", "EMPTY": "", "B": ""}
+    for bad in ("", "=", "=1", "A\0=1"):
+        with pytest.raises(UsageError, match="not NAME=VALUE"):
+            parse_environment([bad], environ)
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.write_bytes(b"\xef\xbb\xbf# comment\n\n  A=1 # no comment\r\nQ='x'\nHERE\nGONE\nB=1\nRAW=\xff\n")
+    second.write_text("B=2")
+    found = read_env_files([first, second], environ)
+    assert found == {"A": "1 # no comment", "Q": "'x'", "HERE": "a b", "B": "2", "RAW": "\udcff"}
+    second.write_text("A=1\nexport B=2\n")
+    with pytest.raises(UsageError, match=r"second, line 2: not NAME=VALUE: 'export B=2'"):
+        read_env_files([second], environ)
+    with pytest.raises(UsageError, match="third: there is no such file"):
+        read_env_files([tmp_path / "third"], environ)
+
+
+def test_binds_as_people_type_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    assert parse_binds(["data:/a", f"{tmp_path}:/b:ro"]) == (Bind(tmp_path / "data", "/a", read_only=False), Bind(tmp_path, "/b"))
+    for bad, word in (
+        ("data", "SRC:DST"),
+        (":/a", "SRC:DST"),
+        ("data:/a:rx", "SRC:DST"),
+        ("none:/a", f"{tmp_path}/none"),
+        ("data:a", "absolute"),
+    ):
+        with pytest.raises(UsageError, match=word):
+            parse_binds([bad])

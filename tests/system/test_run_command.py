@@ -1,0 +1,81 @@
+"""``dsec-layers run`` as people type it: its options, and what an image says of how it is run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dsec_layers.errors import Conflict, UsageError
+from dsec_layers.proc import Completed, run
+from dsec_layers.sandbox import RunSpec, Sandbox
+from dsec_layers.sandbox import run as run_sandbox
+
+pytestmark = pytest.mark.root
+
+Dsec = Callable[..., Completed]
+
+
+@pytest.fixture(scope="module")
+def dsec(busybox_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dsec]:
+    """The command line on a store with the layer ``box:1``."""
+    home = tmp_path_factory.mktemp("run")
+    env = {**os.environ, "DSEC_STORE": str(home / "store"), "DSEC_CACHE": str(home / "cache"), "XDG_CONFIG_HOME": str(home / "config")}
+
+    def call(*argv: str | Path, code: int = 0, **more: str) -> Completed:
+        done = run([sys.executable, "-m", "dsec_layers", *argv], check=False, env={**env, **more}, timeout=60)
+        assert done.code == code, (done.stdout + done.stderr).decode()
+        return done
+
+    call("import", busybox_root, "--kind", "base", "--name", "box:1")
+    yield call
+    call("cache", "stop", "--force")
+
+
+def test_options_of_run(dsec: Dsec, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("A=file\nB=file\n")
+    told = dsec("run", "box:1", "-e", "A", "--env-file", tmp_path / "file", "--", "/bin/sh", "-c", "echo $A $B", A="here").stdout
+    assert told == b"here file\n"
+    assert dsec("run", "box:1", "--entrypoint", "/bin/echo", "--", "one", "two").stdout == b"one two\n"
+    assert dsec("run", "box:1", "--user", "ann", "-w", "/tmp", "/bin/sh", "-c", "id -u; pwd").stdout == b"1000\n/tmp\n"
+    script = "cat /in/file; echo new > /out/new; echo no > /in/no"
+    done = dsec("run", "box:1", "--bind", f"{tmp_path}:/in:ro", "--bind", f"{tmp_path}:/out", "/bin/sh", "-c", script, code=1)
+    assert done.stdout == b"A=file\nB=file\n"
+    assert b"Read-only" in done.stderr
+    assert (tmp_path / "new").read_text() == "new\n"
+    assert b"no command" in dsec("run", "box:1", code=125).stderr
+    assert dsec("run", "box:1", "--name", "my_box", "hostname").stdout == b"my-box\n"
+
+
+def test_time_is_limited(dsec: Dsec) -> None:
+    began = time.monotonic()
+    done = dsec("run", "box:1", "--timeout", "0.5", "sleep", "50", code=124)
+    assert b"0.5 s were over" in done.stderr
+    assert dsec("run", "box:1", "--timeout", "50", "true").stderr == b""
+    assert time.monotonic() - began < 30
+
+
+def test_a_command_whose_time_is_up_may_end_by_itself(busybox_root: Path, state: Path, tmp_path: Path) -> None:
+    script = "trap 'echo bye; exit 3' USR1; echo up; while :; do sleep 0.1; done"
+    spec = RunSpec(("/bin/sh", "-c", script), stop_signal=10)
+    with open(tmp_path / "out", "wb") as out:
+        assert run_sandbox(spec, [busybox_root], state=state, stdout=out.fileno(), timeout=1) == 124
+    assert (tmp_path / "out").read_bytes() == b"up\nbye\n"
+    for bad in (0, -1, float("nan"), 1e300):
+        with pytest.raises(UsageError, match="time limit"):
+            run_sandbox(spec, [busybox_root], state=state, timeout=bad)
+
+
+def test_a_name_has_one_sandbox(busybox_root: Path, state: Path) -> None:
+    spec = RunSpec(("/bin/sleep", "50"), name="one")
+    with Sandbox(spec, [busybox_root], state=state):
+        with pytest.raises(Conflict, match="'one' is running"), Sandbox(spec, [busybox_root], state=state):
+            pass
+        assert run_sandbox(RunSpec(("/bin/true",), name="two"), [busybox_root], state=state) == 0
+    assert run_sandbox(RunSpec(("/bin/true",), name="one"), [busybox_root], state=state) == 0
+    with pytest.raises(UsageError, match="name for a sandbox"):
+        RunSpec(("true",), name="../x")
