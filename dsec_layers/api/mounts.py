@@ -14,6 +14,7 @@ from dsec_layers.layers.manifest import Layer
 from dsec_layers.registry.objects import load_config, load_layer, resolve
 from dsec_layers.sandbox import Bind, Network, RunSpec
 from dsec_layers.sandbox import run as run_sandbox
+from dsec_layers.sandbox.cgroups import default_limits
 from dsec_layers.sandbox.variables import merge_variables
 
 __all__ = ["Ran", "cache_clear", "cache_show", "mount", "ps", "run", "run_spec", "stop", "umount"]
@@ -84,15 +85,17 @@ def run(
 ) -> Ran:
     """Run ``argv`` in a sandbox on a layer or environment. What it writes is gone afterwards; its output goes to this process's descriptors 1 and 2.
 
-    Environment variables and working directory come from the layers' configs, bottom to top, and then from the arguments. ``memory`` in bytes.
+    Environment variables and working directory come from the layers' configs, bottom to top, and then from the arguments. ``memory`` in bytes and ``pids``: 0 for no limit, None for
+    the default one (2 GiB and 1024, where the host can limit them).
     ``entrypoint``: the program, and its first arguments; ``argv`` follows. ``name``: of the sandbox, and its host name if there is no other.
     ``timeout``: seconds, then the command is ended and the code is 124.
     ``environ``: the host's environment, of which a sandbox on the host's network sees proxy and CA settings.
     """
+    limits = {**default_limits(), **{key: value for key, value in (("memory", memory), ("pids", pids)) if value is not None}}
     spec = run_spec(
         session, text, [*entrypoint, *argv],
-        env=env, workdir=workdir, user=user, hostname=hostname, network=Network(network), memory=memory, cpus=cpus, pids=pids,
-        interactive=interactive, tty=tty, binds=tuple(binds), name=name,
+        env=env, workdir=workdir, user=user, hostname=hostname, network=Network(network), cpus=cpus,
+        interactive=interactive, tty=tty, binds=tuple(binds), name=name, **{key: value or None for key, value in limits.items()},
     )  # fmt: skip
     with session.host.attach(session.store, _members(session, text), driver=session.driver) as lease:
         _warn(session)

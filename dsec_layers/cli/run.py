@@ -22,9 +22,9 @@ from dsec_layers.fsio import map_os_error
 @click.argument("argv", metavar="[--] [CMD...]", nargs=-1, type=click.UNPROCESSED)
 @click.option("-i", "--interactive", is_flag=True, help="Pass standard input to the command.")
 @click.option("-t", "--tty", is_flag=True, help="Give the command a terminal.")
-@click.option("--memory", metavar="SIZE", help="Memory limit, such as 512M or 2G.")
+@click.option("--memory", metavar="SIZE", help="Memory limit, such as 512M or 4G, 2G unless set; 0: none.")
 @click.option("--cpus", type=click.FloatRange(0.01), metavar="N", help="Processor limit, such as 1.5.")
-@click.option("--pids", type=click.IntRange(1), metavar="N", help="Limit of processes and threads.")
+@click.option("--pids", type=click.IntRange(0), metavar="N", help="Limit of processes and threads, 1024 unless set; 0: none.")
 @click.option(
     "--network",
     type=click.Choice(["none", "host"]),
@@ -97,9 +97,10 @@ def command(
 
     try:
         env = read_env_files(env_files, os.environ) | parse_environment(environment, os.environ)
+        limits = (app.settings.memory if memory is None else parse_size(memory), app.settings.pids if pids is None else pids)
         return run(
             app.session, ref, argv,
-            interactive=interactive, tty=tty, memory=parse_size(memory), cpus=cpus, pids=pids, network=network,
+            interactive=interactive, tty=tty, memory=limits[0], cpus=cpus, pids=limits[1], network=network,
             env=env, environ=os.environ, workdir=workdir, user=user, hostname=hostname, binds=parse_binds(binds),
             entrypoint=[entrypoint] if entrypoint else (), timeout=timeout, name=name,
         ).code  # fmt: skip

@@ -2,6 +2,7 @@
 
 Face::
 
+    cgroups    default_limits
     hostnet    find_ca_bundle, proxy_variables
     output     Collector
     spec       Network, RunSpec

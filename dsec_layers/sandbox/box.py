@@ -96,7 +96,7 @@ def run(
         outcome, late = _wait(box, spec.stop_signal, timeout)
     if outcome.oom:
         what = "the command was killed" if outcome.code == 128 + signal.SIGKILL else "a process was killed"
-        progress.warning(f"{what} because the memory limit of {(spec.memory or 0) >> 20} MiB was reached")
+        progress.warning(f"{what} because the memory limit of {(spec.memory or 0) >> 20} MiB was reached; --memory SIZE sets another")
     if late:
         progress.warning(f"the command was ended: its {timeout:g} s were over")
     return _LATE if late else outcome.code

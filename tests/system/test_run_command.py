@@ -51,6 +51,15 @@ def test_options_of_run(dsec: Dsec, tmp_path: Path) -> None:
     assert dsec("run", "box:1", "--name", "my_box", "hostname").stdout == b"my-box\n"
 
 
+def test_run_has_limits_unless_they_are_lifted(dsec: Dsec) -> None:
+    forks = "for n in $(seq 1300); do sleep 20 & done 2>/dev/null; echo $n"
+    assert b"1300" not in dsec("run", "box:1", "sh", "-c", forks, code=2).stdout
+    assert dsec("run", "box:1", "--pids", "0", "sh", "-c", forks).stdout == b"1300\n"
+    limit = "cat /sys/fs/cgroup/memory/memory.limit_in_bytes /sys/fs/cgroup/memory.max 2>/dev/null"
+    assert dsec("run", "box:1", "sh", "-c", limit, code=1).stdout == b"2147483648\n"
+    assert dsec("run", "box:1", "--memory", "0", "sh", "-c", limit, code=1).stdout != b"2147483648\n"
+
+
 def test_time_is_limited(dsec: Dsec) -> None:
     began = time.monotonic()
     done = dsec("run", "box:1", "--timeout", "0.5", "sleep", "50", code=124)

@@ -11,7 +11,7 @@ import pytest
 from dsec_layers.errors import DsecError, HostError, ToolError, UsageError
 from dsec_layers.sandbox import Bind, Network, RunSpec
 from dsec_layers.sandbox.account import parse_identity
-from dsec_layers.sandbox.cgroups import CgroupHost, read_cgroup_mounts
+from dsec_layers.sandbox.cgroups import CgroupHost, default_limits, read_cgroup_mounts
 from dsec_layers.sandbox.config import CAPABILITIES, Identity, Mountpoint, oci_config
 from dsec_layers.sandbox.hostnet import find_ca_bundle, lend, proxy_variables
 from dsec_layers.sandbox.runtime import Runtime, choose_runtime, read_failure
@@ -171,6 +171,14 @@ def test_control_group_layouts() -> None:
     assert host.hybrid == Path("/sys/fs/cgroup/unified")
     assert host.roots() == [Path(f"/sys/fs/cgroup/{name}") for name in ("cpu,cpuacct", "memory", "systemd", "unified")]
     assert host.v1["cpuacct"] == host.v1["cpu"]
+
+
+def test_default_limits_are_those_the_host_can_hold(tmp_path: Path) -> None:
+    assert default_limits(CgroupHost({"memory": tmp_path, "pids": tmp_path}, None)) == {"memory": 2 << 30, "pids": 1024}
+    assert default_limits(V1) == {"memory": 2 << 30}
+    assert default_limits(CgroupHost({}, None)) == default_limits(CgroupHost({}, tmp_path)) == {}
+    (tmp_path / "cgroup.controllers").write_text("cpu pids\n")
+    assert default_limits(CgroupHost({}, tmp_path)) == {"pids": 1024}
 
 
 def test_swap_is_limited_where_it_can_be(tmp_path: Path) -> None:
