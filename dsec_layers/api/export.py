@@ -24,10 +24,12 @@ from dsec_layers.erofs.tree import BLOCK, HOLE, Inode, Tree
 from dsec_layers.erofs.writer import render
 from dsec_layers.errors import Conflict, NotFound, UsageError
 from dsec_layers.fsio import map_os_error, publish, publish_directory
+from dsec_layers.layers.image import compose_image
 from dsec_layers.layers.manifest import Layer
 from dsec_layers.oci import Descriptor
 from dsec_layers.registry.content import LayerContent, open_layer
 from dsec_layers.registry.objects import load_config, load_layer, resolve
+from dsec_layers.sandbox.variables import merge_variables
 
 __all__ = ["FORMATS", "Exported", "export", "flat_image", "flat_pieces"]
 
@@ -177,16 +179,13 @@ def _export_oci(session: Session, text: str, output: Path) -> int:
     digest, found = resolve(session.store, text)
     members = [digest] if isinstance(found, Layer) else [item.digest for _, item in found.layers]
     with publish_directory(output) as work:
-        writer, workdir = LayoutWriter(work), ""
-        env: dict[str, str] = {}
+        writer = LayoutWriter(work)
+        configs = [load_config(session.store, load_layer(session.store, member)) for member in members]
         for number, member in enumerate(members):
-            config = load_config(session.store, load_layer(session.store, member))
-            env |= dict(config.env or {})
-            workdir = config.workdir or workdir
             spare = writer.spare(number)
             writer.layer(spare, *_oci_layer(session, member, spare))
         name = text.rpartition(":")[2] if not text.startswith("sha256:") else digest[7:19]
-        writer.finish({"Env": [f"{k}={v}" for k, v in env.items()], **({"WorkingDir": workdir} if workdir else {})}, name=name)
+        writer.finish(compose_image(configs, merge_variables(config.env or {} for config in configs)), name=name)
     return sum(layer.size for layer in writer.layers)
 
 

@@ -16,6 +16,7 @@ from dsec_layers.errors import ImageError
 from dsec_layers.layers import descriptor as d
 from dsec_layers.layers.descriptor import Descriptor, Kind
 from dsec_layers.layers.disk import DISK, DiskImage
+from dsec_layers.layers.image import check_image
 from dsec_layers.oci import canonical_json, descriptor_json, parse_descriptor, parse_list
 
 __all__ = [
@@ -48,6 +49,8 @@ class LayerConfig:
     """What a layer says about itself. Nothing in it is needed to read the layer's bytes.
 
     ``prefix``: a toolkit's own directory. ``env``: environment variables for commands run on it. ``counts``: inodes, bytes, segments, ….
+    ``image``: what the image that it came from, or its layer file, says of how it is run and made: an OCI image config without ``rootfs``. ``env`` and ``workdir``
+    are what counts, also where the image says something else.
     ``parent``: manifest digest of the layer it was built on. ``recipe``: how it was made. ``features``: format features a reader must know.
     """
 
@@ -62,6 +65,7 @@ class LayerConfig:
     recipe: Mapping[str, Any] | None = None
     builder: str = ""
     features: tuple[str, ...] = ()
+    image: Mapping[str, Any] | None = None
 
     def to_json(self) -> bytes:
         """The config blob."""
@@ -77,7 +81,7 @@ class LayerConfig:
             "features": list(self.features),
             "env": dict(self.env or {}),
         }
-        for key in ("prefix", "workdir", "parent"):
+        for key in ("prefix", "workdir", "parent", "image"):
             if getattr(self, key):
                 value[key] = getattr(self, key)
         return canonical_json(value)
@@ -223,6 +227,7 @@ def parse_config(data: Buffer) -> LayerConfig:
         recipe=_mapping(value.get("recipe", {}), "recipe"),
         layout=_one_of(value.get("layout"), LAYOUTS, "layout"),
         prefix=_path(value.get("prefix", ""), "prefix"),
+        image=check_image(value["image"], "image") if "image" in value else None,
         workdir=_path(value.get("workdir", ""), "workdir"),
         name=_text(value.get("name", ""), "name"),
         builder=_text(value.get("builder", ""), "builder"),
