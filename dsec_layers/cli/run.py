@@ -55,7 +55,9 @@ from dsec_layers.fsio import map_os_error
     metavar="SRC:DST[:ro]",
     help="Show a file or directory of this host inside; :ro for read-only. May be given again.",
 )
-@click.option("--entrypoint", metavar="PROGRAM", help="The program to run, with CMD as its arguments.")
+@click.option(
+    "--entrypoint", metavar="PROGRAM", help="The program to run with CMD as its arguments, instead of the image's; empty: CMD alone."
+)
 @click.option(
     "--timeout",
     metavar="SECONDS",
@@ -63,7 +65,7 @@ from dsec_layers.fsio import map_os_error
     help="End the command after this time; the exit code is then 124.",
 )
 @click.option("--name", default="", help="The sandbox's name, and its host name unless given; only one of a name runs at a time.")
-@click.option("-w", "--workdir", default="", metavar="DIR", help="The working directory.")
+@click.option("-w", "--workdir", default="", metavar="DIR", help="The working directory; made if it is not there.")
 @click.option("-u", "--user", default="", metavar="USER", help="uid, uid:gid or a name of the environment's /etc/passwd.")
 @click.option("--hostname", default="", help="The host name inside.")
 @app_options
@@ -90,6 +92,8 @@ def command(
 ) -> int:
     """Run CMD in a sandbox on the lazily mounted environment (or layer) REF.
 
+    Without CMD the image's own runs; its entry point, user, variables, working directory and stop signal count as docker has them.
+
     The exit code is the command's own (128 + n when signal n ended it); 125 when the sandbox itself failed. What the command writes is gone afterwards.
     """
     from dsec_layers.api.mounts import run
@@ -102,7 +106,7 @@ def command(
             app.session, ref, argv,
             interactive=interactive, tty=tty, memory=limits[0], cpus=cpus, pids=limits[1], network=network,
             env=env, environ=os.environ, workdir=workdir, user=user, hostname=hostname, binds=parse_binds(binds),
-            entrypoint=[entrypoint] if entrypoint else (), timeout=timeout, name=name,
+            entrypoint=None if entrypoint is None else list(filter(None, [entrypoint])), timeout=timeout, name=name,
         ).code  # fmt: skip
     except (DsecError, OSError) as caught:
         error = caught if isinstance(caught, DsecError) else map_os_error(caught, "running a sandbox")

@@ -86,13 +86,17 @@ def run(
 ) -> int:
     """Run one command to its end, pass this process's signals on to it, and return its exit code (see Outcome). Parameters: see Sandbox.
 
-    ``timeout``: after so many seconds the command gets its stop signal, ten seconds later everything is killed; the code is then 124, as timeout(1) has it.
+    SIGTERM, which asks for the end, becomes the spec's stop signal. ``timeout``: after so many seconds the command gets its stop signal, ten seconds later everything is killed; the code is then 124, as timeout(1) has it.
     Raises DsecError for everything that is the sandbox's failure and not the command's; docker's 125.
     """
     if timeout is not None and not 0 < timeout <= MAX_TIMEOUT:
         raise UsageError(f"a time limit of {timeout:g} s is not between 0 and {MAX_TIMEOUT} s")
     box = Sandbox(spec, lowerdirs, state=state, upper=upper, environ=environ, stdin=stdin, stdout=stdout, stderr=stderr)
-    with box, forwarding(box.signal, box.kill, box.resize if spec.tty else None):
+
+    def forward(number: int) -> None:
+        box.signal(spec.stop_signal if number == signal.SIGTERM else number)
+
+    with box, forwarding(forward, box.kill, box.resize if spec.tty else None):
         outcome, late = _wait(box, spec.stop_signal, timeout)
     if outcome.oom:
         what = "the command was killed" if outcome.code == 128 + signal.SIGKILL else "a process was killed"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 
 from dsec_layers.errors import Conflict, UsageError
 from dsec_layers.proc import Completed, run
-from dsec_layers.sandbox import RunSpec, Sandbox
+from dsec_layers.sandbox import Bind, RunSpec, Sandbox
 from dsec_layers.sandbox import run as run_sandbox
 
 pytestmark = pytest.mark.root
@@ -58,6 +61,59 @@ def test_run_has_limits_unless_they_are_lifted(dsec: Dsec) -> None:
     limit = "cat /sys/fs/cgroup/memory/memory.limit_in_bytes /sys/fs/cgroup/memory.max 2>/dev/null"
     assert dsec("run", "box:1", "sh", "-c", limit, code=1).stdout == b"2147483648\n"
     assert dsec("run", "box:1", "--memory", "0", "sh", "-c", limit, code=1).stdout != b"2147483648\n"
+
+
+IMAGE = """name = "app:1"
+kind = "base"
+workdir = "/not/there"
+source = { type = "dir", path = "tree" }
+[image]
+user = "ann"
+entrypoint = ["/bin/sh", "-c"]
+cmd = ["id; pwd; ls -ldn ."]
+stop_signal = "SIGUSR1"
+"""
+
+
+@pytest.fixture(scope="module")
+def app(dsec: Dsec, busybox_root: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An image that says how it is run."""
+    place = tmp_path_factory.mktemp("app")
+    (place / "app.toml").write_text(IMAGE)
+    shutil.copytree(busybox_root, place / "tree", symlinks=True)
+    dsec("build", place / "app.toml")
+    return "app:1"
+
+
+def test_an_image_runs_as_it_says(dsec: Dsec, app: str) -> None:
+    who, where, place = dsec("run", app).stdout.decode().splitlines()
+    assert who == "uid=1000(ann) gid=1000(ann) groups=10(wheel)"
+    assert where == "/not/there"
+    assert place.split()[2:4] == ["0", "0"]
+    assert dsec("run", app, "echo $0 $1; id -u", "x", "y").stdout == b"x y\n1000\n"
+    assert dsec("run", app, "--entrypoint", "", "-u", "0", "--", "id", "-u").stdout == b"0\n"
+    assert dsec("run", app, "--entrypoint", "/bin/hostname", "-w", "/").stdout == b"sandbox\n"
+
+
+def test_an_image_is_stopped_by_its_own_signal(dsec: Dsec, app: str, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    script = "trap 'echo bye > /out/end; exit 3' USR1; while :; do sleep 0.1; done"
+    dsec("run", app, "--bind", f"{tmp_path}:/out", "--timeout", "2", "--", script, code=124)
+    assert (tmp_path / "end").read_text() == "bye\n"
+
+
+def test_sigterm_becomes_the_stop_signal(busybox_root: Path, state: Path, tmp_path: Path) -> None:
+    script = "trap 'exit 3' USR1; trap 'exit 4' TERM; touch /out/up; while :; do sleep 0.1; done"
+    spec = RunSpec(("/bin/sh", "-c", script), stop_signal=signal.SIGUSR1, binds=(Bind(tmp_path, "/out", read_only=False),))
+
+    def terminate() -> None:
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "up").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=terminate).start()
+    assert run_sandbox(spec, [busybox_root], state=state, timeout=30) == 3
 
 
 def test_time_is_limited(dsec: Dsec) -> None:

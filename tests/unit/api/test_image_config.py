@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dsec_layers import Session, build, env_create, export, import_source, inspect
+from dsec_layers.api.mounts import run_spec
 from dsec_layers.cli import main
 from dsec_layers.errors import ImageError, UsageError
 from dsec_layers.layers.descriptor import Kind
@@ -224,6 +225,21 @@ def test_mistakes_in_a_layer_file_are_named(session: Session, tmp_path: Path, li
         build(session, recipe)
     assert word in f"{caught.value.message} {caught.value.hint}"
     assert str(recipe) in caught.value.message
+
+
+def test_a_run_is_as_the_image_says(session: Session, tmp_path: Path) -> None:
+    import_source(session, layout(tmp_path / "base", IMAGE, make_tar(file("a", b"1"))), kind="base", name="a:1", platform="linux/arm64")
+    spec = run_spec(session, "a:1", [])
+    assert spec.argv == ("/bin/serve", "--fast", "--port", "80")
+    assert (spec.user, spec.workdir, spec.stop_signal, spec.env["A"]) == ("app:staff", "/app", 2, "1=2")
+    assert run_spec(session, "a:1", ["x"]).argv == ("/bin/serve", "--fast", "x")
+    assert run_spec(session, "a:1", ["x"], entrypoint=["y"]).argv == ("y", "x")
+    assert run_spec(session, "a:1", [], entrypoint=["y"]).argv == ("y",)
+    assert run_spec(session, "a:1", ["x"], entrypoint=[]).argv == ("x",)
+    with pytest.raises(UsageError, match="no command"):
+        run_spec(session, "a:1", [], entrypoint=[])
+    own = run_spec(session, "a:1", ["x"], user="0", workdir="/w", env={"A": "3"}, stop_signal=15)
+    assert (own.user, own.workdir, own.stop_signal, own.env["A"]) == ("0", "/w", 15, "3")
 
 
 def test_inspect_shows_it(session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

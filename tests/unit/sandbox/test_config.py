@@ -16,6 +16,7 @@ from dsec_layers.sandbox.config import CAPABILITIES, Identity, Mountpoint, oci_c
 from dsec_layers.sandbox.hostnet import find_ca_bundle, lend, proxy_variables
 from dsec_layers.sandbox.runtime import Runtime, choose_runtime, read_failure
 from dsec_layers.sandbox.seccomp import seccomp_profile
+from dsec_layers.sandbox.signals import signal_number
 from dsec_layers.sandbox.variables import merge_variables
 
 V1 = CgroupHost({"memory": Path("/sys/fs/cgroup/memory")}, None)
@@ -261,6 +262,17 @@ def test_nothing_is_lent_without_the_hosts_network(tmp_path: Path) -> None:
     assert loan.env == {}
     assert sorted(item.target for item in loan.binds) == ["/etc/hostname", "/etc/hosts"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hostname", "hosts"]
+
+
+@pytest.mark.parametrize(("text", "number"), [("SIGINT", 2), ("int", 2), ("9", 9), ("sigquit", 3), ("SIGRTMIN+3", 37), ("RTMAX", 64)])
+def test_signals_by_name(text: str, number: int) -> None:
+    assert signal_number(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "SIG", "SIGNO", "0", "65", "99999999999999", "-1", "INT+", "SIGINT+x", "RTMIN+99", "2 "])
+def test_signals_that_are_none(text: str) -> None:
+    with pytest.raises(UsageError, match="no signal is called"):
+        signal_number(text)
 
 
 def test_variables_of_layers_are_joined() -> None:
