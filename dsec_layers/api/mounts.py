@@ -102,7 +102,7 @@ def run(
     pids: int | None = None,
     interactive: bool = False,
     tty: bool = False,
-    binds: Sequence[Bind] = (),
+    binds: Sequence[Bind | str] = (),
     entrypoint: Sequence[str] | None = None,
     name: str = "",
     timeout: float | None = None,
@@ -113,7 +113,7 @@ def run(
     User, entry point, command, variables, working directory and stop signal come from what the layers say together, and then from the arguments (see ``run_spec``).
     ``memory`` in bytes and ``pids``: 0 for no limit, None for
     the default one (2 GiB and 1024, where the host can limit them).
-    ``name``: of the sandbox, and its host name if there is no other.
+    ``binds``: also as SRC:DST[:ro]. ``name``: of the sandbox, and its host name if there is no other.
     ``timeout``: seconds, then the command is ended and the code is 124.
     ``environ``: the host's environment, of which a sandbox on the host's network sees proxy and CA settings.
     """
@@ -121,7 +121,7 @@ def run(
     spec = run_spec(
         session, text, argv, entrypoint=entrypoint,
         env=env, workdir=workdir, user=user, hostname=hostname, network=Network(network), cpus=cpus,
-        interactive=interactive, tty=tty, binds=tuple(binds), name=name, **{key: value or None for key, value in limits.items()},
+        interactive=interactive, tty=tty, binds=tuple(item if isinstance(item, Bind) else Bind.parse(item) for item in binds), name=name, **{key: value or None for key, value in limits.items()},
     )  # fmt: skip
     with session.host.attach(session.store, _members(session, text), driver=session.driver) as lease:
         _warn(session)

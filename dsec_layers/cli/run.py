@@ -97,7 +97,7 @@ def command(
     The exit code is the command's own (128 + n when signal n ended it); 125 when the sandbox itself failed. What the command writes is gone afterwards.
     """
     from dsec_layers.api.mounts import run
-    from dsec_layers.cli.values import parse_binds, parse_environment, parse_size, read_env_files
+    from dsec_layers.cli.values import parse_environment, parse_size, read_env_files
 
     try:
         env = read_env_files(env_files, os.environ) | parse_environment(environment, os.environ)
@@ -105,7 +105,7 @@ def command(
         return run(
             app.session, ref, argv,
             interactive=interactive, tty=tty, memory=limits[0], cpus=cpus, pids=limits[1], network=network,
-            env=env, environ=os.environ, workdir=workdir, user=user, hostname=hostname, binds=parse_binds(binds),
+            env=env, environ=os.environ, workdir=workdir, user=user, hostname=hostname, binds=binds,
             entrypoint=None if entrypoint is None else list(filter(None, [entrypoint])), timeout=timeout, name=name,
         ).code  # fmt: skip
     except (DsecError, OSError) as caught:

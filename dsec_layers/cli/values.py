@@ -5,14 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dsec_layers.errors import UsageError
 
-if TYPE_CHECKING:
-    from dsec_layers.sandbox import Bind
-
-__all__ = ["parse_binds", "parse_environment", "parse_limits", "parse_size", "read_env_files"]
+__all__ = ["parse_environment", "parse_limits", "parse_size", "read_env_files"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\Z", re.IGNORECASE)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -72,20 +68,3 @@ def read_env_files(paths: Iterable[Path], environ: Mapping[str, str]) -> dict[st
                 raise UsageError(f"{path}, line {number}: not NAME=VALUE: {line[:80]!r}")
             values |= parse_environment([line], environ)
     return values
-
-
-def parse_binds(items: Iterable[str]) -> tuple[Bind, ...]:
-    """SRC:DST and SRC:DST:ro as values. UsageError names what is none, or has no source."""
-    from dsec_layers.sandbox import Bind
-
-    binds = []
-    for item in items:
-        source, _, rest = item.partition(":")
-        target, _, mode = rest.partition(":")
-        if not source or not target or mode not in ("", "ro", "rw"):
-            raise UsageError(f"not SRC:DST or SRC:DST:ro: {item[:200]!r}", hint="a bind is like ./data:/data:ro")
-        path = Path(source).absolute()
-        if not path.exists():
-            raise UsageError(f"nothing to bind is at {path}")
-        binds.append(Bind(path, target, read_only=mode == "ro"))
-    return tuple(binds)

@@ -38,6 +38,18 @@ class Bind:
     target: str
     read_only: bool = True
 
+    @classmethod
+    def parse(cls, text: str) -> Bind:
+        """SRC:DST, writable, or SRC:DST:ro; SRC may be relative. UsageError names what is neither, or has no source."""
+        source, _, rest = text.partition(":")
+        target, _, mode = rest.partition(":")
+        if not source or not target or mode not in ("", "ro", "rw"):
+            raise UsageError(f"not SRC:DST or SRC:DST:ro: {text[:200]!r}", hint="a bind is like ./data:/data:ro")
+        path = Path(source).absolute()
+        if not path.exists():
+            raise UsageError(f"nothing to bind is at {path}")
+        return cls(path, target, read_only=mode == "ro")
+
     def __post_init__(self) -> None:
         _check_absolute(self.target, "bind target")
         if self.target == "/":

@@ -12,7 +12,7 @@ from dsec_layers.cli import main
 from dsec_layers.cli.common import App, CommandLine
 from dsec_layers.cli.nbd import serve
 from dsec_layers.cli.run import command
-from dsec_layers.cli.values import parse_binds, parse_environment, read_env_files
+from dsec_layers.cli.values import parse_environment, read_env_files
 from dsec_layers.errors import UsageError
 from dsec_layers.sandbox import Bind
 
@@ -59,11 +59,11 @@ def test_a_served_ref_may_stand_before_the_socket() -> None:
     ("line", "word"),
     [
         ("run", "Missing argument"),
-        ("run --bind x REF CMD", "SRC:DST"),
         ("run REF --memroy 1G -- CMD", "Did you mean '--memory'?"),
         ("run REF -Z CMD", "after --"),
         ("run --cpus none REF CMD", "--cpus"),
         ("run REF CMD --memory", "nothing:1"),
+        ("run --bind x REF CMD", "SRC:DST"),
         ("run --memory much REF CMD", "not a size"),
         ("run -e =1 REF CMD", "not NAME=VALUE"),
     ],
@@ -113,7 +113,8 @@ def test_variables_without_a_value_are_those_of_the_caller(tmp_path: Path) -> No
 def test_binds_as_people_type_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    assert parse_binds(["data:/a", f"{tmp_path}:/b:ro"]) == (Bind(tmp_path / "data", "/a", read_only=False), Bind(tmp_path, "/b"))
+    assert Bind.parse("data:/a") == Bind.parse("data:/a:rw") == Bind(tmp_path / "data", "/a", read_only=False)
+    assert Bind.parse(f"{tmp_path}:/b:ro") == Bind(tmp_path, "/b")
     for bad, word in (
         ("data", "SRC:DST"),
         (":/a", "SRC:DST"),
@@ -122,4 +123,4 @@ def test_binds_as_people_type_them(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("data:a", "absolute"),
     ):
         with pytest.raises(UsageError, match=word):
-            parse_binds([bad])
+            Bind.parse(bad)
