@@ -32,13 +32,13 @@ class LayoutWriter:
         self._layers.append(descriptor)
         self._diff_ids.append(diff_id)
 
-    def finish(self, config: dict[str, Any], *, name: str = "") -> Descriptor:
-        """Write what names the layers; ``config`` is the image's ``config`` object, ``name`` what the index calls the image. Gives the manifest's descriptor."""
-        image = {"architecture": "amd64", "os": "linux", "config": config, "rootfs": {"type": "layers", "diff_ids": self._diff_ids}}
+    def finish(self, image: dict[str, Any], *, name: str = "") -> Descriptor:
+        """Write what names the layers; ``image`` is the image's config document without ``rootfs``, ``name`` what the index calls the image. Gives the manifest's descriptor."""
+        whole = {"architecture": "amd64", "os": "linux", "config": {}, **image, "rootfs": {"type": "layers", "diff_ids": self._diff_ids}}
         manifest = {
             "schemaVersion": 2,
             "mediaType": MANIFEST,
-            "config": descriptor_json(self._put(canonical_json(image), IMAGE_CONFIG)),
+            "config": descriptor_json(self._put(canonical_json(whole), IMAGE_CONFIG)),
             "layers": [descriptor_json(item) for item in self._layers],
         }
         found = self._put(canonical_json(manifest), MANIFEST, {REF_NAME: name} if name else {})

@@ -18,7 +18,7 @@ Made from the commands' own help by `scripts/cli_reference.py`; do not edit.
 
 Results go to standard output, everything else to standard error. With `--json` the result, or the error, is one JSON object on standard output.
 Settings come from the command line, then the environment (`DSEC_STORE`, `DSEC_CACHE`, `DSEC_DRIVER`), then `config.toml` in `dsec-layers` under XDG_CONFIG_HOME
-(keys `store`, `cache`, `driver`), then the defaults. Exit codes:
+(keys `store`, `cache`, `driver`; `memory` and `pids` in the table `[run]`), then the defaults. Exit codes:
 
 | code | meaning |
 |---|---|

@@ -34,6 +34,7 @@ from dsec_layers.erofs.tree import Tree
 from dsec_layers.errors import HostError, InputError, UsageError
 from dsec_layers.fuse.client.host import Host
 from dsec_layers.layers.descriptor import Kind
+from dsec_layers.layers.image import overlay_image
 from dsec_layers.layers.manifest import Layer, LayerConfig
 from dsec_layers.progress import SILENT, Progress
 from dsec_layers.registry.catalog import Catalog
@@ -104,6 +105,7 @@ def build_layerfile(
             parent=build.parent if recipe.kind is Kind.WORKSPACE else None,
             env={**build.image.env, **recipe.env},
             workdir=recipe.workdir or build.image.workdir,
+            image=overlay_image(build.image.document, recipe.image) if build.image.document or recipe.image else None,
             prefix=recipe.prefix,
             recipe={"layerfile": recipe.document},
             epoch=build.epoch,

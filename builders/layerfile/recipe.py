@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, TypeVar
 
 from dsec_layers.builders.excludes import Excludes
+from dsec_layers.builders.layerfile.imagekeys import image_settings
 from dsec_layers.builders.layerfile.scrub import RULES
 from dsec_layers.errors import NotFound, UsageError
 from dsec_layers.layers.descriptor import Kind
@@ -109,6 +110,7 @@ class Recipe:
     steps: tuple[Step, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str = ""
+    image: Mapping[str, Any] = field(default_factory=dict)
     excludes: tuple[str, ...] = ()
     scrub: Scrub = field(default_factory=Scrub)
     epoch: int | None = None
@@ -192,6 +194,7 @@ class _Reader:
             steps=tuple(table.take("run", _list(lambda key, value: self._step(key, value, network, workdir)), [])),
             env=table.take("env", _variables, {}),
             workdir=workdir,
+            image=table.take("image", image_settings, {}),
             excludes=tuple(table.take("excludes", _patterns, ())),
             scrub=table.take("scrub", self._scrub, Scrub()),
             epoch=table.take("epoch", _epoch, None),

@@ -13,11 +13,13 @@ from dsec_layers.builders.output.tar import TarWriter
 from dsec_layers.digest import Buffer, Digest
 from dsec_layers.erofs.overlay import is_opaque, is_whiteout, opaque_name, whiteout_name, without_overlay
 from dsec_layers.erofs.tree import Inode
+from dsec_layers.layers.image import compose_image
 from dsec_layers.oci import Descriptor
 from dsec_layers.ocilayout import LayoutWriter
 from dsec_layers.progress import SILENT, Progress, Task
 from dsec_layers.registry.content import LayerContent, open_layer
 from dsec_layers.registry.objects import load_config, load_layer, members_of, resolve
+from dsec_layers.sandbox.variables import merge_variables
 from dsec_layers.store.base import Store
 
 __all__ = ["write_image"]
@@ -28,17 +30,14 @@ _TAR_ZSTD = "application/vnd.oci.image.layer.v1.tar+zstd"
 def write_image(store: Store, text: str, output: Path, progress: Progress = SILENT) -> int:
     """Write the object that ``text`` names as an image layout into the empty directory ``output``; the bytes of its layers."""
     digest, found = resolve(store, text)
-    writer, workdir = LayoutWriter(output), ""
-    env: dict[str, str] = {}
-    for number, member in enumerate(members_of(digest, found)):
-        config = load_config(store, load_layer(store, member))
-        env |= dict(config.env or {})
-        workdir = config.workdir or workdir
+    writer, members = LayoutWriter(output), members_of(digest, found)
+    configs = [load_config(store, load_layer(store, member)) for member in members]
+    for number, member in enumerate(members):
         spare = writer.spare(number)
         with progress.task(f"exporting layer {member[7:19]}") as task, open(spare, "wb") as stream:
             writer.layer(spare, *_write_layer(open_layer(store, member), stream, task))
     name = text.rpartition(":")[2] if not text.startswith("sha256:") else digest[7:19]
-    writer.finish({"Env": [f"{k}={v}" for k, v in env.items()], **({"WorkingDir": workdir} if workdir else {})}, name=name)
+    writer.finish(compose_image(configs, merge_variables(config.env or {} for config in configs)), name=name)
     return sum(layer.size for layer in writer.layers)
 
 

@@ -67,6 +67,7 @@ def pack_layer(
     parent: Digest | None = None,
     env: Mapping[str, str] | None = None,
     workdir: str = "",
+    image: Mapping[str, Any] | None = None,
     prefix: str = "",
     recipe: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
     epoch: int | None = None,
@@ -84,7 +85,7 @@ def pack_layer(
     ``ingest`` is called again if a segment of another layer turned out to be gone or damaged. Errors: those of ``ingest`` and of the store, LimitError.
     """
     build = Build(
-        store, catalog, LayerConfig(kind, name, layout, prefix, env, workdir, parent=parent, builder=_BUILDER), recipe, previous, epoch,
+        store, catalog, LayerConfig(kind, name, layout, prefix, env, workdir, parent=parent, builder=_BUILDER, image=image or None), recipe, previous, epoch,
         workers or default_workers(), level, progress,
     )  # fmt: skip
     if layout == "compressed":

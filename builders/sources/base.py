@@ -15,13 +15,16 @@ __all__ = ["ImageConfig", "Source"]
 
 @dataclass(frozen=True, slots=True)
 class ImageConfig:
-    """The part of an OCI image's config that commands run on the image need: ``Env`` in its order, ``WorkingDir``, ``User``, platform."""
+    """An OCI image's config. ``document``: all it says, but for ``rootfs``. The rest is what commands run on the image need: ``Env`` in its order, ``WorkingDir``,
+    ``User``, platform.
+    """
 
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str = ""
     user: str = ""
     architecture: str = ""
     os: str = ""
+    document: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Source(Protocol):

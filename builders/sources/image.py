@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import posixpath
 from dataclasses import dataclass
 from typing import Any, Final
 
 from dsec_layers.builders.sources.base import ImageConfig
 from dsec_layers.digest import Digest, is_digest
 from dsec_layers.errors import InputError, UsageError
+from dsec_layers.layers.image import check_image, one_layer
 from dsec_layers.oci import IMAGE_CONFIG, REF_NAME, Descriptor, parse_descriptor, parse_list
 
 __all__ = ["MAX_DOCUMENT", "Blob", "DockerImage", "Manifest", "Platform", "parse_config", "parse_docker", "parse_index", "parse_manifest"]
@@ -130,16 +132,15 @@ def parse_config(data: bytes, layers: int, what: str) -> tuple[ImageConfig, tupl
         raise InputError(f"{what} has a diff ID that is no SHA-256 digest")
     if len(diff_ids) != layers:
         raise InputError(f"{what} lists {len(diff_ids)} diff IDs, but the manifest has {layers} layers")
-    settings = value.get("config") or {}
-    if not isinstance(settings, dict):
-        raise InputError(f"{what} has a malformed 'config'")
-    env = settings.get("Env") or []
-    texts = [settings.get("WorkingDir") or "", settings.get("User") or "", value.get("architecture") or "", value.get("os") or ""]
-    if not isinstance(env, list) or not all(isinstance(item, str) and "\0" not in item for item in [*env, *texts]):
-        raise InputError(f"{what} has a setting of the wrong type")
-    pairs = [item.partition("=") for item in env]
+    document = check_image(value, what)
+    settings = document["config"]
+    pairs = [item.partition("=") for item in settings.get("Env", [])]
     variables = {name: text for name, equals, text in pairs if name and equals}
-    return ImageConfig(variables, texts[0], texts[1], texts[2], texts[3]), tuple(diff_ids)
+    workdir = settings.get("WorkingDir", "") and posixpath.normpath("/" + settings["WorkingDir"].lstrip("/"))
+    image = one_layer(document, "dsec-layers import")
+    return ImageConfig(
+        variables, workdir, settings.get("User", ""), document.get("architecture", ""), document.get("os", ""), image
+    ), tuple(diff_ids)
 
 
 def parse_docker(data: bytes, what: str) -> tuple[DockerImage, ...]:

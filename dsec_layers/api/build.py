@@ -80,6 +80,7 @@ def import_source(
         previous=layer_before(session.store, before),
         env=image.env if image else None,
         workdir=image.workdir if image else "",
+        image=image.document if image else None,
         prefix=prefix,
         recipe=lambda: {"import": {"type": found.kind, **{k: v for k, v in found.describe().items() if k == "digest"}}},
         epoch=epoch,

@@ -11,6 +11,7 @@ from pathlib import Path
 from dsec_layers.errors import DsecError
 from dsec_layers.linux.mountinfo import file_system_of
 from dsec_layers.proc import find_tool, tool_version
+from dsec_layers.sandbox.cgroups import default_limits
 
 __all__ = ["Check", "doctor"]
 
@@ -37,9 +38,10 @@ class Check:
     remedy: str = ""
 
 
-def doctor(cache: Path) -> list[Check]:
-    """Look at this host: rights, kernel, runtimes, tools, the cache's file system. Changes nothing."""
-    return [_root(), *_kernel(), _erofs(), _fuse(), _cache(cache), _runtime(), *(_tool(*tool) for tool in _TOOLS)]
+def doctor(cache: Path, *, memory: int | None = None, pids: int | None = None) -> list[Check]:
+    """Look at this host: rights, kernel, runtimes, tools, the cache's file system. Changes nothing. ``memory``, ``pids``: the limits of ``run`` that are set."""
+    limits = _limits(memory, pids)
+    return [_root(), *_kernel(), _erofs(), _fuse(), _cache(cache), _runtime(), limits, *(_tool(*tool) for tool in _TOOLS)]
 
 
 def _root() -> Check:
@@ -107,6 +109,24 @@ def _runtime() -> Check:
     if versions:
         return Check("OCI runtime", "ok", ", ".join(versions), "run and build steps")
     return Check("OCI runtime", "missing", "neither runc nor crun", "run and build steps", "apt-get install runc")
+
+
+def _limits(memory: int | None, pids: int | None) -> Check:
+    default = default_limits()
+    known = {"memory": default.get("memory") if memory is None else memory, "pids": default.get("pids") if pids is None else pids}
+    size, count = known["memory"], known["pids"]
+    texts = (
+        f"memory {size / (1 << 20):g} MiB" if size else "memory without limit",
+        f"{count} processes" if count else "processes without limit",
+    )
+    lacking = [name for name in ("memory", "pids") if name not in default]
+    return Check(
+        "limits of run",
+        "missing" if lacking else "ok",
+        ", ".join(texts),
+        "--memory and --pids of run, or memory and pids below [run] in config.toml",
+        f"mount the control groups with the controllers {' and '.join(lacking)}" if lacking else "",
+    )
 
 
 def _tool(name: str, least: tuple[int, int], purpose: str, package: str) -> Check:

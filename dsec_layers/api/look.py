@@ -12,10 +12,12 @@ from dsec_layers.digest import Digest, is_digest
 from dsec_layers.errors import CorruptError, ImageError, InputError, LimitError, NotFound
 from dsec_layers.layers.descriptor import Kind
 from dsec_layers.layers.disk import DiskImage
-from dsec_layers.layers.manifest import Layer, Object
+from dsec_layers.layers.image import compose_image
+from dsec_layers.layers.manifest import Environment, Layer, Object
 from dsec_layers.registry.compare import Change, compare
 from dsec_layers.registry.objects import load_config, load_disk_config, load_layer, load_object, members_of, resolve_any
 from dsec_layers.registry.view import Entry, open_view, walk
+from dsec_layers.sandbox.variables import merge_variables
 
 __all__ = ["BlobUse", "Change", "Difference", "Inspection", "LayerSummary", "Listed", "TreeEntry", "diff", "inspect", "ls", "names"]
 
@@ -55,7 +57,7 @@ class TreeEntry:
 
 @dataclass(frozen=True, slots=True)
 class LayerSummary:
-    """A layer: its config and its blobs."""
+    """A layer: its config and its blobs. ``image``: what it says of how it is run and made, an OCI image config without its layers."""
 
     digest: Digest
     kind: str
@@ -68,11 +70,12 @@ class LayerSummary:
     recipe: Mapping[str, Any]
     builder: str
     blobs: tuple[BlobUse, ...]
+    image: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What ``inspect`` knows of an object."""
+    """What ``inspect`` knows of an object. ``config``: what its layers say together, as the config of an OCI image."""
 
     ref: str
     type: str
@@ -81,6 +84,7 @@ class Inspection:
     stored_bytes: int
     layers: tuple[LayerSummary, ...]
     tree: tuple[TreeEntry, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,8 @@ def inspect(session: Session, text: str, *, tree: bool = False, depth: int = 2) 
     summary, size = _summaries(session, digest, found)
     entries = _tree(open_view(session.store, text), depth) if tree else ()
     kind = f"layer ({found.kind})" if isinstance(found, Layer) else _kind(found)
-    return Inspection(text, kind, digest, size, _stored(summary), summary, entries)
+    config = {} if isinstance(found, DiskImage) else _config(session, digest, found)
+    return Inspection(text, kind, digest, size, _stored(summary), summary, entries, config)
 
 
 def _inspect_blob(session: Session, digest: Digest) -> Inspection:
@@ -183,6 +188,11 @@ def _disk_summary(session: Session, digest: Digest, disk: DiskImage) -> tuple[tu
     return (summary,), config.virtual_size
 
 
+def _config(session: Session, digest: Digest, found: Layer | Environment) -> dict[str, Any]:
+    configs = [load_config(session.store, load_layer(session.store, member)) for member in members_of(digest, found)]
+    return compose_image(configs, merge_variables(config.env or {} for config in configs))
+
+
 def _summary(session: Session, digest: Digest, layer: Layer) -> LayerSummary:
     config = load_config(session.store, layer)
     blobs = [BlobUse("config", layer.config.digest, layer.config.size), BlobUse("metadata", layer.metadata.digest, layer.metadata.size)]
@@ -191,7 +201,7 @@ def _summary(session: Session, digest: Digest, layer: Layer) -> LayerSummary:
     blobs += [BlobUse("segments", item.digest, item.size, bool(item.annotations)) for item in layer.segments]
     return LayerSummary(
         digest, str(Kind(layer.kind)), config.name, config.layout, config.prefix, config.parent, config.env or {}, config.counts or {},
-        config.recipe or {}, config.builder, tuple(blobs),
+        config.recipe or {}, config.builder, tuple(blobs), config.image or {},
     )  # fmt: skip
 
 

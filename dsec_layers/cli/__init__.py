@@ -13,7 +13,7 @@ from types import FrameType
 
 import click
 
-from dsec_layers.cli.common import App, app_options
+from dsec_layers.cli.common import App, CommandLine, app_options
 from dsec_layers.errors import DsecError, Interrupted, NoSpace, NotFound, UsageError
 
 __all__ = ["COMMANDS", "cli", "main"]
@@ -122,10 +122,12 @@ def _run(app: App, argv: list[str] | None) -> int:
     except click.ClickException as error:
         app.console.as_json |= "--json" in (sys.argv[1:] if argv is None else argv)  # parsing may have failed before it got there
         if app.console.as_json:
-            app.console.error(UsageError(error.format_message(), hint="see --help"))
+            usage = UsageError(error.format_message(), hint="see --help")
+            usage.exit_code = _usage_code(error)
+            app.console.error(usage)
         else:
             error.show()
-        return 2 if isinstance(error, click.UsageError) else error.exit_code
+        return _usage_code(error)
     except (click.Abort, KeyboardInterrupt):
         app.console.error(Interrupted("interrupted"))
         return Interrupted.exit_code
@@ -156,6 +158,12 @@ def _open_standard_streams() -> None:
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that is no text must not end a command that worked
+
+
+def _usage_code(error: click.ClickException) -> int:
+    """The exit code of a mistake on the command line; a command that passes on another's exit code has one of its own."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    return context.command.usage_code if context and isinstance(context.command, CommandLine) else error.exit_code
 
 
 def _output_is_gone() -> bool:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dsec_layers.api.environment import Copied
     from dsec_layers.api.session import Session
 
-__all__ = ["REF", "App", "Command", "app_options", "limit_option", "pass_app", "show_built", "show_copied"]
+__all__ = ["REF", "App", "Command", "CommandLine", "app_options", "limit_option", "pass_app", "show_built", "show_copied"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,6 +64,44 @@ class Command(click.Command):
             with formatter.section("Example"):
                 for line in self.example.strip().splitlines():
                     formatter.write(f"  {line.strip()}\n")
+
+
+class CommandLine(Command):
+    """A command that takes one argument and then a command line of its own, in the last parameter.
+
+    Options may stand before and after the first argument. What follows ``--``, or begins with the first other word, is the command line, untouched.
+    ``usage_code``: the exit code of a mistake in our own options.
+    """
+
+    def __init__(self, *args: Any, usage_code: int = click.UsageError.exit_code, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.usage_code = usage_code
+        self.allow_interspersed_args = False
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse, each part in its turn: click's own parser knows options before all arguments only, or anywhere."""
+        try:
+            return super().parse_args(ctx, self._sorted(ctx, args))
+        except click.NoSuchOption as error:
+            raise click.UsageError(f"{error.format_message()} What is meant for CMD stands after CMD or after --.", ctx) from error
+
+    def _sorted(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """The same arguments with all our options in front."""
+        before, rest = self._split(ctx, args)
+        if not rest:
+            return args
+        between, line = ([], rest[1:]) if before[-1:] == ["--"] else self._split(ctx, rest[1:])
+        if between[-1:] != ["--"] and line[:1] == ["--"]:
+            line = line[1:]
+        return [*(item for part in (before, between) for item in part[: len(part) - (part[-1:] == ["--"])]), "--", rest[0], *line]
+
+    def _split(self, ctx: click.Context, args: list[str]) -> tuple[list[str], list[str]]:
+        """Our options at the beginning of ``args``, and the ``--`` that ends them; and the rest."""
+        options = click.Command(None, params=[item for item in self.params if isinstance(item, click.Option)])
+        options.allow_interspersed_args = False
+        _, rest, _ = options.make_parser(ctx).parse_args(list(args))
+        cut = len(args) - len(rest)
+        return args[:cut], args[cut:]
 
 
 class RefType(click.ParamType[str]):

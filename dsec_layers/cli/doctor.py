@@ -14,7 +14,8 @@ def command(app: App) -> int:
     """Say what this host can do, what is missing and how to get it. Exit code 15 when something is missing."""
     from dsec_layers.api.doctor import doctor
 
-    checks = doctor(app.settings.cache)
+    settings = app.settings
+    checks = doctor(settings.cache, memory=settings.memory, pids=settings.pids)
 
     def show() -> None:
         app.console.table(("check", "status", "found", "needed for"), [(c.name, c.status, c.detail, c.needed_for) for c in checks])

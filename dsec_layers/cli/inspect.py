@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from typing import Any
+
 import click
 
 from dsec_layers.cli.common import REF, App, Command, app_options, pass_app
@@ -24,6 +28,7 @@ def command(app: App, ref: str, tree: bool, depth: int) -> None:
         out = app.console.out
         out(f"{found.ref}: {found.type}, {found.digest}")
         out(f"image {human_bytes(found.image_bytes)}, stored {human_bytes(found.stored_bytes)}")
+        _show_config(app, found.config)
         for layer in found.layers:
             out()
             out(f"{layer.kind} {layer.name}  {layer.digest}")
@@ -39,3 +44,18 @@ def command(app: App, ref: str, tree: bool, depth: int) -> None:
             app.console.table(("mode", "owner", "type", "size", "path"), cells, right=(3,))
 
     app.console.result(found, show)
+
+
+def _show_config(app: App, config: Mapping[str, Any]) -> None:
+    """What the layers say together of how they are run and made."""
+    if not config:
+        return
+    platform = "/".join(config[key] for key in ("os", "architecture", "variant") if config.get(key))
+    rows = {"platform": platform, **{key: config.get(key) for key in ("created", "author")}, **config.get("config", {})}
+    for key, value in rows.items():
+        if value:
+            app.console.out(
+                f"  {key} {visible(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True))}"
+            )
+    for step in config.get("history", []):
+        app.console.out(f"  history {visible(str(step.get('created_by') or step.get('comment') or '-'))}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dsec_layers.cli.common import REF, App, Command, app_options, pass_app
+from dsec_layers.cli.common import REF, App, CommandLine, app_options, pass_app
 from dsec_layers.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,8 +22,7 @@ def command() -> None:
 
 @command.command(
     "serve",
-    cls=Command,
-    context_settings={"allow_interspersed_args": False},
+    cls=CommandLine,
     example="dsec-layers nbd serve --socket /run/debian.sock debian:12\ndsec-layers nbd serve --run disk:1 -- nbdcopy '$uri' disk.raw",
 )
 @click.option("--socket", type=click.Path(path_type=Path), metavar="PATH", help="Listen on this Unix socket.")
@@ -41,7 +40,6 @@ def serve(app: App, socket: Path | None, port: int | None, read_only: bool, capt
     """
     from dsec_layers.api.nbd import run, serve_ref
 
-    argv = argv[1:] if argv[:1] == ("--",) else argv
     if captive != bool(argv) or captive + (socket is not None) + (port is not None) != 1:
         raise UsageError("give one of --socket PATH, --port N, or --run with a command", hint="dsec-layers nbd serve --run REF -- CMD...")
     if captive:

@@ -17,17 +17,19 @@ from dsec_layers.errors import UsageError
 
 __all__ = ["Settings", "config_path", "load_settings", "source_date_epoch"]
 
-_KEYS = {"store", "cache", "driver"}
+_KEYS = {"store", "cache", "driver", "run"}
 _DRIVERS = ("fanotify", "fuse")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings a command runs with. ``driver``: None for the best that works here."""
+    """The settings a command runs with. ``driver``: None for the best that works here. ``memory``, ``pids``: limits of ``run``, 0 for none, None for the default."""
 
     store: str
     cache: Path
     driver: str | None = None
+    memory: int | None = None
+    pids: int | None = None
 
 
 def config_path() -> Path:
@@ -48,6 +50,7 @@ def load_settings(store: str | None, cache: str | None) -> Settings:
         store=store or env.get("DSEC_STORE") or values.get("store") or default_store,
         cache=Path(cache or env.get("DSEC_CACHE") or values.get("cache") or default_cache).absolute(),
         driver=driver,
+        **_limits(values.get("run", {})),
     )
 
 
@@ -66,7 +69,24 @@ def _folders() -> PlatformDirs:
     return PlatformDirs("dsec-layers", appauthor=False, use_site_for_root=False, ensure_exists=False)
 
 
-def _read_config(path: Path) -> dict[str, str]:
+def _limits(table: dict[str, Any]) -> dict[str, int | None]:
+    """``memory`` and ``pids`` of the table ``[run]``."""
+    from dsec_layers.cli.values import parse_size
+
+    where = f"{config_path()}: [run]"
+    if not isinstance(table, dict):
+        raise UsageError(f"{where} must be a table")
+    for key, value in table.items():
+        if key not in ("memory", "pids"):
+            raise UsageError(f"{where} has the unknown key {key!r}", hint="known keys: memory, pids")
+        number = type(value) is int and value >= 0
+        if not number and not (key == "memory" and isinstance(value, str)):
+            raise UsageError(f"{where} {key} must be a number{' or a size such as 4G' if key == 'memory' else ''}")
+    memory = table.get("memory")
+    return {"memory": parse_size(memory) if isinstance(memory, str) else memory, "pids": table.get("pids")}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
     try:
         value: dict[str, Any] = tomllib.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -76,6 +96,6 @@ def _read_config(path: Path) -> dict[str, str]:
     for key, item in value.items():
         if key not in _KEYS:
             raise UsageError(f"{path}: unknown key {key!r}", hint=f"known keys: {', '.join(sorted(_KEYS))}")
-        if not isinstance(item, str):
+        if key != "run" and not isinstance(item, str):
             raise UsageError(f"{path}: {key} must be a string")
     return value

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from dsec_layers.errors import UsageError
 
-__all__ = ["parse_environment", "parse_limits", "parse_size"]
+__all__ = ["parse_environment", "parse_limits", "parse_size", "read_env_files"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\Z", re.IGNORECASE)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -38,12 +39,32 @@ def parse_limits(items: Iterable[str]) -> dict[str, int]:
     return limits
 
 
-def parse_environment(items: Iterable[str]) -> dict[str, str]:
-    """NAME=VALUE pairs as a dict. UsageError names the one that is none."""
+def parse_environment(items: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """NAME=VALUE pairs as a dict; a NAME alone has its value from ``environ``, and is left out if it has none there. UsageError names what is neither."""
     values: dict[str, str] = {}
     for item in items:
         name, equals, value = item.partition("=")
-        if not equals or not name or "\0" in item:
-            raise UsageError(f"not NAME=VALUE: {item[:80]!r}")
-        values[name] = value
+        if not name or "\0" in item:
+            raise UsageError(f"not NAME=VALUE: {item[:80]!r}", hint="NAME alone passes on the variable of this process")
+        if equals or name in environ:
+            values[name] = value if equals else environ[name]
+    return values
+
+
+def read_env_files(paths: Iterable[Path], environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of files as docker has them: a line is NAME=VALUE, taken as it is, or NAME; empty lines and those that begin with # count for nothing."""
+    values: dict[str, str] = {}
+    for path in paths:
+        try:
+            lines = path.read_text(encoding="utf-8-sig", errors="surrogateescape").split("\n")
+        except FileNotFoundError as error:
+            raise UsageError(f"{path}: there is no such file") from error
+        for number, line in enumerate(lines, 1):
+            line = line.lstrip().removesuffix("\r")
+            name = line.partition("=")[0]
+            if not line or line.startswith("#"):
+                continue
+            if not name or any(character.isspace() for character in name):
+                raise UsageError(f"{path}, line {number}: not NAME=VALUE: {line[:80]!r}")
+            values |= parse_environment([line], environ)
     return values

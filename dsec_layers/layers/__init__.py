@@ -8,6 +8,7 @@ Face::
     disk        DISK_CONFIG, DiskConfig, DiskImage, DiskLayer, LAYER_TAR, pack_pieces, parse_pieces, PIECE_SIZE, PIECES, UUID
     frames      Bound, CHUNKS_BOUND, compress, decompress, decompress_into, MAX_METADATA, METADATA_BOUND, SeekTable, skippable,
                 split_metadata, unpack
+    image       check_image, compose_image, one_layer, overlay_image
     manifest    canonical_json, Environment, FOREIGN, Layer, LayerConfig, MAX_DESCRIPTORS, MAX_JSON, Object, parse_config,
                 parse_disk, parse_layer, parse_object
     metadata    open_metadata

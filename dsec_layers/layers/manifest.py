@@ -7,7 +7,7 @@ and raise ImageError for everything else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 from msgspec import Meta, Struct, field
@@ -19,6 +19,7 @@ from dsec_layers.errors import ImageCode, ImageError
 from dsec_layers.layers import descriptor as d
 from dsec_layers.layers.descriptor import Descriptor, Kind
 from dsec_layers.layers.disk import DISK, DiskImage
+from dsec_layers.layers.image import check_image
 from dsec_layers.oci import DescriptorJson, canonical_json, descriptor_json
 
 __all__ = [
@@ -51,6 +52,8 @@ class LayerConfig:
     """What a layer says about itself. Nothing in it is needed to read the layer's bytes.
 
     ``prefix``: a toolkit's own directory. ``env``: environment variables for commands run on it. ``counts``: inodes, bytes, segments, ….
+    ``image``: what the image that it came from, or its layer file, says of how it is run and made: an OCI image config without ``rootfs``. ``env`` and ``workdir``
+    are what counts, also where the image says something else.
     ``parent``: manifest digest of the layer it was built on. ``recipe``: how it was made. ``features``: format features a reader must know.
     """
 
@@ -65,6 +68,7 @@ class LayerConfig:
     recipe: Mapping[str, Any] | None = None
     builder: str = ""
     features: tuple[str, ...] = ()
+    image: Mapping[str, Any] | None = None
 
     def to_json(self) -> bytes:
         """The config blob."""
@@ -80,7 +84,7 @@ class LayerConfig:
             "features": list(self.features),
             "env": dict(self.env or {}),
         }
-        for key in ("prefix", "workdir", "parent"):
+        for key in ("prefix", "workdir", "parent", "image"):
             if getattr(self, key):
                 value[key] = getattr(self, key)
         return canonical_json(value)
@@ -196,6 +200,7 @@ class _Config(Struct):
     prefix: _Path = ""
     env: dict[_Name, _Text] = {}
     workdir: _Path = ""
+    image: dict[str, Any] | None = None
     counts: dict[str, Natural] = {}
     parent: DigestText | None = None
     recipe: dict[str, Any] = {}
@@ -262,7 +267,8 @@ def parse_config(data: Buffer) -> LayerConfig:
         raise ImageError(
             f"layer needs features that this version does not know: {str(needs.features)[:200]}", code=ImageCode.UNKNOWN_FEATURE
         )
-    return LayerConfig(**asdict(decode(data, _Config, "layer config", limit=MAX_JSON)))
+    config = LayerConfig(**asdict(decode(data, _Config, "layer config", limit=MAX_JSON)))
+    return config if config.image is None else replace(config, image=check_image(config.image, "layer config: image"))
 
 
 def _document(data: Buffer, kind: type[_T], artifact: str, what: str) -> _T:

@@ -2,8 +2,10 @@
 
 Face::
 
+    cgroups    default_limits
     hostnet    find_ca_bundle, proxy_variables
     output     Collector
+    signals    signal_number
     spec       Network, RunSpec
     state      remove_tree
     variables  merge_variables

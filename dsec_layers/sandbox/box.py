@@ -46,6 +46,11 @@ __all__ = ["Outcome", "Sandbox", "run"]
 
 _SYSTEM: Final = tuple(Wanted(path, directory=True) for path in ("/proc", "/sys", "/dev"))
 
+MAX_TIMEOUT: Final = 1 << 25
+"""Seconds, more than a year."""
+_STOP_WAIT: Final = 10.0
+_LATE: Final = 124
+
 _OVERLAY: Final[dict[str, str | None]] = {
     # The writable layer is to be a plain difference that any overlay understands: no redirects, no metadata-only copies, no index of hard links.
     **dict.fromkeys(("redirect_dir", "metacopy", "index", "nfs_export"), "off"),
@@ -76,19 +81,42 @@ def run(
     stdin: int = 0,
     stdout: int = 1,
     stderr: int = 2,
+    timeout: float | None = None,
     progress: Progress = SILENT,
 ) -> int:
     """Run one command to its end, pass this process's signals on to it, and return its exit code (see Outcome). Parameters: see Sandbox.
 
+    SIGTERM, which asks for the end, becomes the spec's stop signal. ``timeout``: after so many seconds the command gets its stop signal, ten seconds later everything is killed; the code is then 124, as timeout(1) has it.
     Raises DsecError for everything that is the sandbox's failure and not the command's; docker's 125.
     """
+    if timeout is not None and not 0 < timeout <= MAX_TIMEOUT:
+        raise UsageError(f"a time limit of {timeout:g} s is not between 0 and {MAX_TIMEOUT} s")
     box = Sandbox(spec, lowerdirs, state=state, upper=upper, environ=environ, stdin=stdin, stdout=stdout, stderr=stderr)
-    with box, forwarding(box.signal, box.kill, box.resize if spec.tty else None):
-        outcome = box.wait()
+
+    def forward(number: int) -> None:
+        box.signal(spec.stop_signal if number == signal.SIGTERM else number)
+
+    with box, forwarding(forward, box.kill, box.resize if spec.tty else None):
+        outcome, late = _wait(box, spec.stop_signal, timeout)
     if outcome.oom:
         what = "the command was killed" if outcome.code == 128 + signal.SIGKILL else "a process was killed"
-        progress.warning(f"{what} because the memory limit of {(spec.memory or 0) >> 20} MiB was reached")
-    return outcome.code
+        progress.warning(f"{what} because the memory limit of {(spec.memory or 0) >> 20} MiB was reached; --memory SIZE sets another")
+    if late:
+        progress.warning(f"the command was ended: its {timeout:g} s were over")
+    return _LATE if late else outcome.code
+
+
+def _wait(box: Sandbox, stop_signal: int, timeout: float | None) -> tuple[Outcome, bool]:
+    """How the command ended, and whether its time was up."""
+    try:
+        return box.wait(timeout), False
+    except TimeoutError:
+        box.signal(stop_signal)
+    try:
+        return box.wait(_STOP_WAIT), True
+    except TimeoutError:
+        box.kill()
+    return box.wait(), True
 
 
 class Sandbox:
@@ -144,7 +172,7 @@ class Sandbox:
         sweep(self._state, self._cgroups.end)
         runtime = self._runtime or choose_runtime(self._state, self._cgroups, lambda candidate: _try(candidate, self._state))
         with ExitStack() as stack:
-            self._place = make_place(self._state)
+            self._place = make_place(self._state, self._spec.name)
             stack.callback(remove_place, self._place)
             stack.callback(self._cgroups.end, self._place.identifier)
             self._make_layer(stack)

@@ -17,7 +17,10 @@ from typing import Final
 
 from dsec_layers.errors import HostError
 
-__all__ = ["CgroupHost", "OomWatch", "group_path", "read_cgroup_mounts"]
+__all__ = ["CgroupHost", "OomWatch", "default_limits", "group_path", "read_cgroup_mounts"]
+
+DEFAULT_MEMORY: Final = 2 << 30
+DEFAULT_PIDS: Final = 1024
 
 _PREFIX: Final = "dsec-layers-"
 _END_WAIT: Final = 10.0
@@ -53,6 +56,15 @@ class CgroupHost:
             return (memory / "memory.memsw.limit_in_bytes").exists()
         return self.v2 is not None and any(self.v2.glob("*/memory.swap.max"))
 
+    def limits(self, controller: str) -> bool:
+        """Whether the host has a controller, such as ``memory`` or ``pids``."""
+        if controller in self.v1:
+            return True
+        try:
+            return self.v2 is not None and controller in (self.v2 / "cgroup.controllers").read_text().split()
+        except OSError:
+            return False
+
     def pids_of(self, identifier: str) -> set[int]:
         """Processes of a sandbox, as seen by this process."""
         found: set[int] = set()
@@ -77,6 +89,12 @@ class CgroupHost:
         for root in self.roots():
             for group in reversed(_groups(root / f"{_PREFIX}{identifier}")):
                 _remove(group, deadline)
+
+
+def default_limits(host: CgroupHost | None = None) -> dict[str, int]:
+    """``memory`` (bytes) and ``pids`` of a sandbox whose caller says nothing about them; what this host cannot limit is left out."""
+    found = host or read_cgroup_mounts(Path("/proc/self/mounts").read_text())
+    return {name: limit for name, limit in (("memory", DEFAULT_MEMORY), ("pids", DEFAULT_PIDS)) if found.limits(name)}
 
 
 class OomWatch:

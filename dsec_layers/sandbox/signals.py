@@ -15,9 +15,23 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-__all__ = ["FORWARDED", "deliver", "first_process", "forwarding"]
+from dsec_layers.errors import UsageError
+
+__all__ = ["FORWARDED", "deliver", "first_process", "forwarding", "signal_number"]
 
 FORWARDED: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def signal_number(text: str) -> int:
+    """The number of ``SIGINT``, ``int``, ``2`` or ``SIGRTMIN+3``. UsageError if there is no such signal."""
+    name, plus, more = text.upper().removeprefix("SIG").partition("+")
+    known = {item.name.removeprefix("SIG"): int(item) for item in signal.Signals}
+    number = known.get(name) if not name.isdecimal() else int(name[:4])
+    if plus:
+        number = number + int(more[:4]) if number is not None and more.isdecimal() else None
+    if number not in signal.valid_signals():
+        raise UsageError(f"no signal is called {text[:40]!r}")
+    return int(number)
 
 
 def first_process(pids: Collection[int]) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,6 +19,7 @@ MIN_MEMORY: Final = 6 << 20
 MAX_ARGUMENTS: Final = 2 << 20
 _HOSTNAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,62}[A-Za-z0-9])?\Z")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\$?(?::[A-Za-z0-9_][A-Za-z0-9_.-]*)?\Z")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")
 _VARIABLE = re.compile(r"[^=\0]+\Z")
 
 
@@ -35,6 +37,18 @@ class Bind:
     source: Path
     target: str
     read_only: bool = True
+
+    @classmethod
+    def parse(cls, text: str) -> Bind:
+        """SRC:DST, writable, or SRC:DST:ro; SRC may be relative. UsageError names what is neither, or has no source."""
+        source, _, rest = text.partition(":")
+        target, _, mode = rest.partition(":")
+        if not source or not target or mode not in ("", "ro", "rw"):
+            raise UsageError(f"not SRC:DST or SRC:DST:ro: {text[:200]!r}", hint="a bind is like ./data:/data:ro")
+        path = Path(source).absolute()
+        if not path.exists():
+            raise UsageError(f"nothing to bind is at {path}")
+        return cls(path, target, read_only=mode == "ro")
 
     def __post_init__(self) -> None:
         _check_absolute(self.target, "bind target")
@@ -54,7 +68,8 @@ class RunSpec:
     ``user``: ``name``, ``uid``, ``name:group`` or ``uid:gid``, looked up in the environment's /etc/passwd; empty is root.
     ``memory``: bytes, swap included. ``cpus``: processors' worth of time, 0.5 is half a processor. ``pids``: processes and threads. None: no limit.
     ``interactive``: pass standard input on; otherwise it is /dev/null. ``tty``: a terminal inside (standard input must be one).
-    ``shm``: bytes of /dev/shm.
+    ``shm``: bytes of /dev/shm. ``name``: no two sandboxes with the same one run at a time; empty for none.
+    ``stop_signal``: what asks the command to end when its time is up.
     """
 
     argv: tuple[str, ...]
@@ -70,6 +85,8 @@ class RunSpec:
     interactive: bool = False
     binds: tuple[Bind, ...] = ()
     shm: int = 64 << 20
+    name: str = ""
+    stop_signal: int = signal.SIGTERM
 
     def __post_init__(self) -> None:
         if not self.argv or not self.argv[0]:
@@ -87,6 +104,12 @@ class RunSpec:
             raise UsageError(f"not a user: {self.user!r}", hint="name, uid, name:group or uid:gid")
         if not _HOSTNAME.match(self.hostname):
             raise UsageError(f"not a host name: {self.hostname!r}")
+        if self.name and not _NAME.match(self.name):
+            raise UsageError(
+                f"not a name for a sandbox: {self.name!r}", hint="letters, digits, '_', '.' and '-', beginning with a letter or digit"
+            )
+        if self.stop_signal not in signal.valid_signals():
+            raise UsageError(f"no signal has the number {self.stop_signal}")
         _check_limits(self)
 
 

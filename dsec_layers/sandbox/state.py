@@ -12,18 +12,19 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from dsec_layers import proc
-from dsec_layers.errors import HostError
+from dsec_layers.errors import Conflict, HostError
 from dsec_layers.fsio import map_os_error
 
 __all__ = ["Place", "make_place", "remove_place", "remove_tree", "sweep"]
 
 _LOCK: Final = ".lock"
+_NAME: Final = "name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +36,20 @@ class Place:
     fd: int
 
 
-def make_place(state: Path) -> Place:
-    """A new sandbox directory, locked. Only root may look inside: what a sandbox writes may be set-user-id or a device."""
+def make_place(state: Path, name: str = "") -> Place:
+    """A new sandbox directory, locked. Only root may look inside: what a sandbox writes may be set-user-id or a device.
+
+    ``name``: kept in it as the file ``name``. Raises Conflict if another sandbox is called so.
+    """
     top = _top(state)
     identifier = os.urandom(8).hex()
     path = top / identifier
     with _locked(top / _LOCK):
+        if name and name in _names(top):
+            raise Conflict(f"a sandbox named {name!r} is running", hint="give another name, or wait for its end")
         path.mkdir(mode=0o700)
+        if name:
+            (path / _NAME).write_text(name)
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return Place(identifier, path, fd)
@@ -88,6 +96,14 @@ def remove_tree(path: Path) -> None:
     except (RecursionError, OSError):
         # rmtree recurses, and gives up at the interpreter's limit; rm(1) does not.
         proc.run(["rm", "-rf", "--one-file-system", "--", path])
+
+
+def _names(top: Path) -> set[str]:
+    names = set()
+    for entry in top.iterdir():
+        with suppress(FileNotFoundError, NotADirectoryError):
+            names.add((entry / _NAME).read_text())
+    return names
 
 
 def _top(state: Path) -> Path:

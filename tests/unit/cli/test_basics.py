@@ -87,7 +87,18 @@ def test_folders_that_are_set(home: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"), [("stor = 1", "unknown key 'stor'"), ("store = 1", "must be a string"), ("store = ", "config.toml")]
+    ("text", "problem"),
+    [
+        ("stor = 1", "unknown key 'stor'"),
+        ("store = 1", "must be a string"),
+        ("run = 1", "table"),
+        ("[run]\npid = 1", "'pid'"),
+        ('[run]\npids = "1"', "pids must be"),
+        ("[run]\nmemory = -1", "memory must be"),
+        ("[run]\nmemory = true", "memory must be"),
+        ('[run]\nmemory = "much"', "not a size"),
+        ("store = ", "config.toml"),
+    ],
 )
 def test_a_bad_config_file_is_named(home: Path, text: str, problem: str) -> None:
     config = home / ".config/dsec-layers/config.toml"
@@ -95,6 +106,20 @@ def test_a_bad_config_file_is_named(home: Path, text: str, problem: str) -> None
     config.write_text(text)
     with pytest.raises(UsageError, match=problem):
         load_settings(None, None)
+
+
+def test_limits_of_run_in_the_config_file(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = home / ".config/dsec-layers/config.toml"
+    config.parent.mkdir(parents=True)
+    assert (load_settings(None, None).memory, load_settings(None, None).pids) == (None, None)
+    config.write_text('[run]\nmemory = "64M"\npids = 7\n')
+    assert (load_settings(None, None).memory, load_settings(None, None).pids) == (64 << 20, 7)
+    with pytest.raises(SystemExit):
+        main(["doctor", "--json"])
+    found = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    assert found["limits of run"]["detail"] == "memory 64 MiB, 7 processes"
+    config.write_text("[run]\nmemory = 0\n")
+    assert (load_settings(None, None).memory, load_settings(None, None).pids) == (0, None)
 
 
 def test_source_date_epoch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,12 @@ import pytest
 from dsec_layers.errors import DsecError, HostError, ToolError, UsageError
 from dsec_layers.sandbox import Bind, Network, RunSpec
 from dsec_layers.sandbox.account import parse_identity
-from dsec_layers.sandbox.cgroups import CgroupHost, read_cgroup_mounts
+from dsec_layers.sandbox.cgroups import CgroupHost, default_limits, read_cgroup_mounts
 from dsec_layers.sandbox.config import CAPABILITIES, Identity, Mountpoint, oci_config
 from dsec_layers.sandbox.hostnet import find_ca_bundle, lend, proxy_variables
 from dsec_layers.sandbox.runtime import Runtime, choose_runtime, read_failure
 from dsec_layers.sandbox.seccomp import seccomp_profile
+from dsec_layers.sandbox.signals import signal_number
 from dsec_layers.sandbox.variables import merge_variables
 
 V1 = CgroupHost({"memory": Path("/sys/fs/cgroup/memory")}, None)
@@ -173,6 +174,14 @@ def test_control_group_layouts() -> None:
     assert host.v1["cpuacct"] == host.v1["cpu"]
 
 
+def test_default_limits_are_those_the_host_can_hold(tmp_path: Path) -> None:
+    assert default_limits(CgroupHost({"memory": tmp_path, "pids": tmp_path}, None)) == {"memory": 2 << 30, "pids": 1024}
+    assert default_limits(V1) == {"memory": 2 << 30}
+    assert default_limits(CgroupHost({}, None)) == default_limits(CgroupHost({}, tmp_path)) == {}
+    (tmp_path / "cgroup.controllers").write_text("cpu pids\n")
+    assert default_limits(CgroupHost({}, tmp_path)) == {"pids": 1024}
+
+
 def test_swap_is_limited_where_it_can_be(tmp_path: Path) -> None:
     assert not CgroupHost({"memory": tmp_path}, None).limits_swap()
     (tmp_path / "memory.memsw.limit_in_bytes").touch()
@@ -253,6 +262,17 @@ def test_nothing_is_lent_without_the_hosts_network(tmp_path: Path) -> None:
     assert loan.env == {}
     assert sorted(item.target for item in loan.binds) == ["/etc/hostname", "/etc/hosts"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hostname", "hosts"]
+
+
+@pytest.mark.parametrize(("text", "number"), [("SIGINT", 2), ("int", 2), ("9", 9), ("sigquit", 3), ("SIGRTMIN+3", 37), ("RTMAX", 64)])
+def test_signals_by_name(text: str, number: int) -> None:
+    assert signal_number(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "SIG", "SIGNO", "0", "65", "99999999999999", "-1", "INT+", "SIGINT+x", "RTMIN+99", "2 "])
+def test_signals_that_are_none(text: str) -> None:
+    with pytest.raises(UsageError, match="no signal is called"):
+        signal_number(text)
 
 
 def test_variables_of_layers_are_joined() -> None:

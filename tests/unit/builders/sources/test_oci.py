@@ -416,7 +416,9 @@ def test_malformed_documents(text: bytes) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"config": 5}, {"config": {"Env": "X=1"}}, {"config": {"Env": [5]}}, {"config": {"User": 5}}, {"config": {"WorkingDir": ["/"]}}, {"os": 5},
+    [{"config": 5}, {"config": {"Env": "X=1"}}, {"config": {"Env": [5]}}, {"config": {"User": 5}}, {"config": {"WorkingDir": ["/"]}}, {"config": {"Cmd": "sh"}}, {"config": {"Entrypoint": [5]}}, {"config": {"Labels": {"a": 1}}},
+     {"config": {"Labels": ["a"]}}, {"config": {"User": "\ud800"}}, {"config": {"Healthcheck": 5}}, {"config": {"x": float("nan")}}, {"history": {}}, {"history": [5]},
+     {"created": 5}, {"config": {"StopSignal": 9}}, {"author": "\0"}, {"config": {"Labels": {"a": "x" * (5 << 20)}}}, {"os": 5},
      {"config": {"Env": ["A=\0"]}}, {"rootfs": []}, {"rootfs": {"diff_ids": [5]}}, {"rootfs": {"diff_ids": ["sha256:5"]}}],
 )  # fmt: skip
 def test_malformed_configs(settings: dict[str, Any]) -> None:
