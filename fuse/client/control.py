@@ -84,7 +84,10 @@ def receive(channel: socket.socket) -> tuple[Message, list[int]] | None:
         (length,) = _LENGTH.unpack(head)
         if length > _LONGEST:
             raise ValueError(f"message of {length} bytes")
-        value = json.loads(_exactly(channel, length))
+        try:
+            value = json.loads(_exactly(channel, length))
+        except RecursionError:
+            raise ValueError("message is nested too deep") from None
         if not isinstance(value, dict):
             raise ValueError("message is no object")  # noqa: TRY004 - what came is wrong, not a caller
     except BaseException:

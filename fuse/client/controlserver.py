@@ -103,7 +103,11 @@ class MessageServer:
                 _log.error("cannot accept a connection: %s", error)
                 time.sleep(_PAUSE)  # out of descriptors: let some connections end
                 continue
-            threading.Thread(target=self._converse, args=(channel,), name="control", daemon=True).start()
+            try:
+                threading.Thread(target=self._converse, args=(channel,), name="control", daemon=True).start()
+            except RuntimeError as error:  # no thread to be had: this client is cut off, the next may be luckier
+                _log.error("cannot serve a connection: %s", error)
+                channel.close()
 
     def _converse(self, channel: socket.socket) -> None:
         try:

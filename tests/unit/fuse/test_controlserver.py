@@ -113,6 +113,42 @@ def test_answers_errors_descriptors_and_the_end(tmp_path: Path) -> None:
     eventually(lambda: control.connect(tmp_path) is None)
 
 
+def test_a_server_that_gets_no_thread_for_a_client_serves_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = MessageServer(control.listen(tmp_path), lambda message: message["value"])
+    server.start()
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        monkeypatch.setattr(threading.Thread, "start", start)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    expected: object
+    for expected in (None, ({"ok": 1}, [])):
+        channel = control.connect(tmp_path, 20)
+        assert channel is not None
+        with channel:
+            send(channel, {"op": "value", "value": 1})
+            try:
+                assert receive(channel) == expected
+            except ConnectionResetError:
+                assert expected is None
+    server.close()
+
+
+def test_a_message_nested_too_deep_is_none_for_either_side() -> None:
+    here, there = socket.socketpair()
+    data = b'{"op":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    with here, there:
+        here.setblocking(False)
+        thread = threading.Thread(target=there.sendall, args=(len(data).to_bytes(4, "big") + data,))
+        thread.start()
+        here.settimeout(20)
+        with pytest.raises(ValueError, match="nested"):
+            receive(here)
+        thread.join()
+
+
 def test_a_descriptor_of_any_number_can_listen(tmp_path: Path) -> None:
     """A worker that follows one with thousands of events in hand gets high numbers; select(2) knows those below 1024."""
     if set_descriptor_limit(4096) <= 2000:
